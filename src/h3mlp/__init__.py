@@ -1,0 +1,25 @@
+"""Fused FP8 operators for the MLP of the MiniMax-H3 video diffusion transformer."""
+
+from . import contract, reference
+from ._version import __version__
+from .operator import fc1_swiglu_fp8, minimax_h3_fc1_swiglu_fp8
+from .weights import (
+    PackedFC1,
+    pack_fc1_rows,
+    prepare_fc1_weight_fp8,
+    prepare_minimax_h3_fc1_weight_fp8,
+    unpack_fc1_rows,
+)
+
+__all__ = [
+    "PackedFC1",
+    "__version__",
+    "contract",
+    "fc1_swiglu_fp8",
+    "minimax_h3_fc1_swiglu_fp8",
+    "pack_fc1_rows",
+    "prepare_fc1_weight_fp8",
+    "prepare_minimax_h3_fc1_weight_fp8",
+    "reference",
+    "unpack_fc1_rows",
+]

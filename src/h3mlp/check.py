@@ -1,0 +1,183 @@
+"""What the public functions accept. A refusal names the argument, what it must be and what it was."""
+
+import math
+import numbers
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+
+from . import contract
+
+
+def refuse(name: str, want: str, got: object) -> NoReturn:
+    raise ValueError(f"{name} must be {want}; it is {describe(got)}")
+
+
+def describe(value: object) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"{value!r} ({type(value).__name__})"
+    return f"{_name(value.dtype)} {list(value.shape)} with strides {tuple(value.stride())} on {value.device}"
+
+
+def tensor(name: str, value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        refuse(name, "a torch.Tensor", value)
+
+
+def positive_int(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        refuse(name, "a positive int", value)
+
+
+def eps(value: object) -> None:
+    """The contract adds eps in FP32, so it must be finite and positive there."""
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        tiny, huge = 2.0**-149, torch.finfo(torch.float32).max
+        if math.isfinite(value) and tiny <= value <= huge:
+            return
+    refuse("eps", "a finite positive number in FP32", value)
+
+
+def fc1_rows(name: str, value: object, refused: str) -> None:
+    tensor(name, value)
+    if value.dim() < 1 or value.shape[0] == 0 or value.shape[0] % (2 * contract.FFN_MULTIPLE):
+        refuse(name, f"[2F, ...] with F a multiple of {contract.FFN_MULTIPLE}", value)
+    order = contract.row_order(value)
+    if order == refused:
+        raise ValueError(f"{name} must not be in row order {refused!r}; its tag says that it is")
+
+
+def fc1_weight(value: object) -> None:
+    tensor("fc1_weight", value)
+    if value.dtype != contract.ACTIVATION or not _is_fc1_shape(value):
+        refuse("fc1_weight", f"bfloat16 {_fc1_shape()}, gate rows then up rows", value)
+    if contract.row_order(value) == contract.PACKED:
+        raise ValueError("fc1_weight must have its gate rows before its up rows; its tag says that it is packed")
+
+
+def model_weight(name: str, value: torch.Tensor) -> None:
+    """The dimensions of MiniMax-H3; every other argument is then checked against the weight."""
+    if tuple(value.shape) != (contract.FC1_ROWS, contract.HIDDEN):
+        refuse(name, f"[{contract.FC1_ROWS}, {contract.HIDDEN}], the FC1 weight of MiniMax-H3", value)
+
+
+def packed_weight(
+    weight_q: torch.Tensor,
+    weight_scale: torch.Tensor,
+    device: torch.device,
+    names: tuple[str, str] = ("fc1_weight_q", "fc1_weight_scale"),
+) -> None:
+    name_q, name_scale = names
+    if weight_q.dtype != contract.QUANTIZED or not _is_fc1_shape(weight_q):
+        refuse(name_q, f"float8_e4m3fn {_fc1_shape()}", weight_q)
+    _on_device(name_q, weight_q, device)
+    _contiguous(name_q, weight_q)
+    _vector(name_scale, weight_scale, (contract.SCALE,), weight_q.shape[0], device)
+    for name, value in zip(names, (weight_q, weight_scale), strict=True):
+        if contract.row_order(value) not in (None, contract.PACKED):
+            raise ValueError(
+                f"{name} must be in packed row order, from prepare_fc1_weight_fp8 or pack_fc1_rows; "
+                f"its tag says {contract.row_order(value)!r}"
+            )
+
+
+def inputs(given: contract.Inputs) -> None:
+    """The operator's tensors against each other; the weight sets H and F, x the device and M."""
+    x, device = given.x, given.x.device
+    packed_weight(given.fc1_weight_q, given.fc1_weight_scale, device)
+    hidden = given.fc1_weight_q.shape[1]
+    _matrix("x", x, "M", hidden, device)
+    # A symbolic M (torch.export) is left to the call that brings the real one: a bound here would become a constraint.
+    if isinstance(x.shape[0], int) and x.shape[0] > contract.MAX_ROWS:
+        refuse("x", f"[M, {hidden}] with M <= {contract.MAX_ROWS}", x)
+    _vector("x_norm_weight", given.x_norm_weight, (contract.ACTIVATION,), hidden, device)
+    _matrix("adaln_scale", given.adaln_scale, "R", hidden, device)
+    table_rows = given.adaln_scale.shape[0]
+    if table_rows < 1:
+        refuse("adaln_scale", f"bfloat16 [R, {hidden}] with R >= 1", given.adaln_scale)
+    _matrix("adaln_shift", given.adaln_shift, "R", hidden, device)
+    if given.adaln_shift.shape[0] != table_rows:
+        refuse("adaln_shift", f"[{table_rows}, {hidden}] as adaln_scale", given.adaln_shift)
+    _vector("adaln_index", given.adaln_index, contract.INDEX, x.shape[0], device)
+
+
+def buffers(given: contract.Buffers, x: torch.Tensor, ffn: int) -> None:
+    """The caller's buffers: contiguous, with at least M rows."""
+    rows, hidden = x.shape
+    wanted = (
+        ("out", given.out, contract.ACTIVATION, (ffn,)),
+        ("workspace_q", given.workspace_q, contract.QUANTIZED, (hidden,)),
+        ("workspace_scale", given.workspace_scale, contract.SCALE, ()),
+    )
+    for name, value, dtype, row in wanted:
+        if value.dtype != dtype or value.dim() == 0 or tuple(value.shape[1:]) != row or value.shape[0] < rows:
+            shape = ", ".join(str(n) for n in ("M", *row))
+            refuse(name, f"{_name(dtype)} [{shape}] with M >= {rows}", value)
+        _on_device(name, value, x.device)
+        _contiguous(name, value)
+
+
+def no_overlap(written: contract.Buffers, read: contract.Inputs) -> None:
+    """No byte of a buffer may be seen through another argument. Whole spans are compared, gaps of strides included."""
+    spans = [
+        (name, *_span(value)) for name, value in (*written._asdict().items(), *read._asdict().items()) if value.numel()
+    ]
+    for i, (name, first, end) in enumerate(spans):
+        if name in written._fields:
+            for other, other_first, other_end in spans[i + 1 :]:
+                if first < other_end and other_first < end:
+                    raise ValueError(f"{name} must not overlap {other}; they share memory")
+
+
+def inference_only(tensors: Sequence[torch.Tensor]) -> None:
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise RuntimeError(
+            "h3mlp.fc1_swiglu_fp8 is an inference operator and has no gradient: "
+            "call it under torch.no_grad() or torch.inference_mode(), or detach its arguments"
+        )
+
+
+def _fc1_shape() -> str:
+    return f"[2F, H] with F a multiple of {contract.FFN_MULTIPLE} and H of {contract.HIDDEN_MULTIPLE}"
+
+
+def _is_fc1_shape(value: torch.Tensor) -> bool:
+    if value.dim() != 2 or 0 in value.shape:
+        return False
+    return not (value.shape[0] % (2 * contract.FFN_MULTIPLE) or value.shape[1] % contract.HIDDEN_MULTIPLE)
+
+
+def _on_device(name: str, value: torch.Tensor, device: torch.device) -> None:
+    if value.device != device:
+        refuse(name, f"on {device} as x", value)
+
+
+def _contiguous(name: str, value: torch.Tensor) -> None:
+    if not value.is_contiguous():
+        refuse(name, "contiguous", value)
+
+
+def _vector(name: str, value: torch.Tensor, dtypes: tuple, length: int, device: torch.device) -> None:
+    if value.dtype not in dtypes or value.dim() != 1 or value.shape[0] != length:
+        refuse(name, f"{' or '.join(map(_name, dtypes))} [{length}]", value)
+    _on_device(name, value, device)
+    _contiguous(name, value)
+
+
+def _matrix(name: str, value: torch.Tensor, rows: str, columns: int, device: torch.device) -> None:
+    if value.dtype != contract.ACTIVATION or value.dim() != 2 or value.shape[1] != columns:
+        refuse(name, f"{_name(contract.ACTIVATION)} [{rows}, {columns}]", value)
+    _on_device(name, value, device)
+    if value.stride(1) != 1:
+        refuse(name, f"[{rows}, {columns}] with unit inner stride", value)
+
+
+def _span(value: torch.Tensor) -> tuple[int, int]:
+    """The address of the first byte, and of the byte past the last."""
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return value.data_ptr(), value.data_ptr() + (last + 1) * value.element_size()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

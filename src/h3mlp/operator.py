@@ -1,0 +1,203 @@
+"""The public operators and their torch.library forms: check, allocate, dispatch.
+
+``torch.ops.h3mlp.fc1_swiglu_fp8`` is functional, which is what graphs want; ``torch.ops.h3mlp.fc1_swiglu_fp8_out``
+writes the caller's buffers. Both check all that they are given, so a direct call is as safe as a public one.
+"""
+
+import torch
+
+from . import check, contract, dispatch
+
+_INPUTS = (
+    "Tensor x, Tensor x_norm_weight, Tensor adaln_scale, Tensor adaln_shift, Tensor adaln_index, "
+    "Tensor fc1_weight_q, Tensor fc1_weight_scale, float eps"
+)
+_BUFFERS = "Tensor(a!) out, Tensor(b!) workspace_q, Tensor(c!) workspace_scale"
+# What was checked at trace time is the strides of then: a compiler must not lay the tensors out anew.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+
+torch.library.define("h3mlp::fc1_swiglu_fp8", f"({_INPUTS}) -> Tensor", tags=_TAGS)
+torch.library.define("h3mlp::fc1_swiglu_fp8_out", f"({_INPUTS}, {_BUFFERS}) -> ()", tags=_TAGS)
+
+
+@torch.library.impl("h3mlp::fc1_swiglu_fp8", "default")
+def _functional(*args) -> torch.Tensor:
+    inputs, eps = _checked(args[:7], args[7])
+    check.inference_only(inputs)
+    backend = dispatch.select(inputs.x.device)
+    buffers = _allocate(inputs)
+    if inputs.x.shape[0]:
+        backend.run(inputs, eps, buffers)
+    return buffers.out
+
+
+@torch.library.register_fake("h3mlp::fc1_swiglu_fp8")
+def _functional_fake(*args) -> torch.Tensor:
+    inputs, _ = _checked(args[:7], args[7])
+    return _allocate(inputs).out
+
+
+@torch.library.impl("h3mlp::fc1_swiglu_fp8_out", "default")
+def _into_buffers(*args) -> None:
+    inputs, eps = _checked(args[:7], args[7])
+    rows = inputs.x.shape[0]
+    buffers = contract.Buffers(*args[8:])
+    check.buffers(buffers, inputs.x, _ffn(inputs))
+    buffers = contract.Buffers(*(buffer[:rows] for buffer in buffers))
+    check.no_overlap(buffers, inputs)
+    check.inference_only((*inputs, *buffers))
+    backend = dispatch.select(inputs.x.device)
+    if rows:
+        backend.run(inputs, eps, buffers)
+
+
+@torch.library.register_fake("h3mlp::fc1_swiglu_fp8_out")
+def _into_buffers_fake(*args) -> None:
+    inputs, _ = _checked(args[:7], args[7])
+    check.buffers(contract.Buffers(*args[8:]), inputs.x, _ffn(inputs))
+
+
+def _checked(tensors: tuple[torch.Tensor, ...], eps: float) -> tuple[contract.Inputs, float]:
+    inputs = contract.Inputs(*tensors)
+    check.inputs(inputs)
+    check.eps(eps)
+    return inputs, eps
+
+
+def _ffn(inputs: contract.Inputs) -> int:
+    return inputs.fc1_weight_q.shape[0] // 2
+
+
+def _allocate(inputs: contract.Inputs) -> contract.Buffers:
+    rows, hidden = inputs.x.shape
+    return contract.Buffers(
+        out=inputs.x.new_empty((rows, _ffn(inputs))),
+        workspace_q=inputs.x.new_empty((rows, hidden), dtype=contract.QUANTIZED),
+        workspace_scale=inputs.x.new_empty(rows, dtype=contract.SCALE),
+    )
+
+
+def fc1_swiglu_fp8(
+    x: torch.Tensor,
+    x_norm_weight: torch.Tensor,
+    adaln_scale: torch.Tensor,
+    adaln_shift: torch.Tensor,
+    adaln_index: torch.Tensor,
+    fc1_weight_q: torch.Tensor,
+    fc1_weight_scale: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    workspace_q: torch.Tensor | None = None,
+    workspace_scale: torch.Tensor | None = None,
+    eps: float = contract.EPS,
+) -> torch.Tensor:
+    """Fused FP8 (W8A8) RMSNorm + indexed AdaLN + FC1 GEMM + SwiGLU, for any hidden size and FFN width.
+
+    ::
+
+        n   = bf16(rmsnorm(x, eps) * x_norm_weight)
+        a   = bf16(adaln_shift[i] + n * bf16(1 + adaln_scale[i]))      i = adaln_index[row]; 0 for i outside [0, R)
+        a_q = e4m3(a / s_row),  s_row = RN(amax_row(|a|) / 448)
+        h   = bf16(a_q @ fc1_weight_q^T * s_row * fc1_weight_scale)
+        y   = bf16(bf16(silu(h_gate)) * h_up)
+
+    Source: the FlashInfer operator ``minimax_h3_fc1_swiglu_fp8``; the arithmetic step by step is in ``h3mlp.contract``,
+    and ``h3mlp.reference`` is the same as plain torch. No gradient. Safe under torch.compile and torch.export.
+
+    Args:
+        x: BF16 [M, H] hidden states, unit inner stride, 0 <= M <= 2^24; H a multiple of 128.
+        x_norm_weight: BF16 [H] RMSNorm weight.
+        adaln_scale: BF16 [R, H] AdaLN table, unit inner stride (a column chunk of a wider projection will do), R >= 1.
+        adaln_shift: BF16 [R, H], likewise.
+        adaln_index: int32 or int64 [M], the table row of each activation row.
+        fc1_weight_q: E4M3 [2F, H], packed row order, from ``prepare_fc1_weight_fp8``; F a multiple of 64.
+        fc1_weight_scale: FP32 [2F], likewise.
+        out: BF16 [>= M, F], contiguous: receives the result in its first M rows. Allocated when omitted.
+        workspace_q: E4M3 [>= M, H], contiguous: receives a_q. Allocated when omitted.
+        workspace_scale: FP32 [>= M], contiguous: receives s_row. Allocated when omitted.
+        eps: added to the mean square of a row; finite and positive in FP32.
+
+    Returns:
+        BF16 [M, F]: a new tensor, or ``out`` (its first M rows where it has more).
+
+    Raises:
+        ValueError: an argument of wrong type, dtype, shape, device, stride or value, a weight known not to be packed,
+            or buffers that share memory with another argument. Nothing has been written.
+        RuntimeError: a tensor requires grad while grad mode is on.
+        NotImplementedError: no backend serves the device.
+    """
+    inputs = contract.Inputs(x, x_norm_weight, adaln_scale, adaln_shift, adaln_index, fc1_weight_q, fc1_weight_scale)
+    given = contract.Buffers(out, workspace_q, workspace_scale)
+    for name, value in inputs._asdict().items():
+        check.tensor(name, value)
+    for name, value in given._asdict().items():
+        if value is not None:
+            check.tensor(name, value)
+    check.eps(eps)
+    check.inference_only([t for t in (*inputs, *given) if t is not None])
+
+    if all(buffer is None for buffer in given):
+        return torch.ops.h3mlp.fc1_swiglu_fp8(*inputs, eps)
+    if any(buffer is None for buffer in given):
+        check.inputs(inputs)  # the missing buffers take their shapes from them
+        given = contract.Buffers(
+            *(mine if mine is not None else new for mine, new in zip(given, _allocate(inputs), strict=True))
+        )
+    torch.ops.h3mlp.fc1_swiglu_fp8_out(*inputs, eps, *given)
+    rows = x.shape[0]
+    return given.out if given.out.shape[0] == rows else given.out[:rows]
+
+
+def minimax_h3_fc1_swiglu_fp8(
+    x: torch.Tensor,
+    x_norm_weight: torch.Tensor,
+    adaln_scale: torch.Tensor,
+    adaln_shift: torch.Tensor,
+    adaln_index: torch.Tensor,
+    fc1_weight_q: torch.Tensor,
+    fc1_weight_scale: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    workspace_q: torch.Tensor | None = None,
+    workspace_scale: torch.Tensor | None = None,
+    eps: float = contract.EPS,
+) -> torch.Tensor:
+    """``fc1_swiglu_fp8`` with the dimensions of MiniMax-H3 checked: H = 5376, F = 14336.
+
+    Takes the place of ``flashinfer.diffusion_ops.minimax_h3_fc1_swiglu_fp8``. Beyond it: M = 0, any number of AdaLN
+    rows, int64 indices, strided x and tables, buffers with more than M rows.
+
+    Args:
+        x: BF16 [M, 5376] hidden states.
+        x_norm_weight: BF16 [5376] RMSNorm weight.
+        adaln_scale: BF16 [R, 5376] AdaLN table; R = 9 in the model.
+        adaln_shift: BF16 [R, 5376] AdaLN table.
+        adaln_index: int32 or int64 [M] table row per activation row.
+        fc1_weight_q: E4M3 [28672, 5376], from ``prepare_minimax_h3_fc1_weight_fp8``.
+        fc1_weight_scale: FP32 [28672], likewise.
+        out: BF16 [>= M, 14336], allocated when omitted.
+        workspace_q: E4M3 [>= M, 5376] that receives a_q, allocated when omitted.
+        workspace_scale: FP32 [>= M] that receives s_row, allocated when omitted.
+        eps: RMSNorm epsilon, finite and positive in FP32.
+
+    Returns:
+        BF16 [M, 14336].
+
+    Raises:
+        ValueError, RuntimeError, NotImplementedError: as ``fc1_swiglu_fp8``.
+    """
+    check.tensor("fc1_weight_q", fc1_weight_q)
+    check.model_weight("fc1_weight_q", fc1_weight_q)
+    return fc1_swiglu_fp8(
+        x,
+        x_norm_weight,
+        adaln_scale,
+        adaln_shift,
+        adaln_index,
+        fc1_weight_q,
+        fc1_weight_scale,
+        out=out,
+        workspace_q=workspace_q,
+        workspace_scale=workspace_scale,
+        eps=eps,
+    )

@@ -1,0 +1,123 @@
+"""FC1 weights: BF16 to FP8 with a scale a row, and the packed row order. Formulas and order: ``h3mlp.contract``."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from . import check, contract, reference
+
+
+@torch.no_grad()
+def prepare_fc1_weight_fp8(fc1_weight: torch.Tensor, chunk_rows: int = 2048) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize an FC1 weight of any size to FP8 with one scale a row, and pack its rows for the kernels.
+
+    Args:
+        fc1_weight: BF16 [2F, H], the F gate rows, then the F up rows; H a multiple of 128, F of 64. Any device.
+        chunk_rows: rows held in FP32 at a time, rounded down to a multiple of 8 (at least 8). Extra memory is the two
+            outputs and one such chunk: 44 MB at 2048 rows of 5376.
+
+    Returns:
+        ``(fc1_weight_q, fc1_weight_scale)``: E4M3 [2F, H] and FP32 [2F], packed row order, on the weight's device.
+        ``scale = RN(max(amax |row|, 1e-12) / 448)``, ``q = e4m3(RN(row / scale))`` (``h3mlp.contract``, "Weights"). A
+        row with a NaN has scale NaN, and so a column of NaN in the operator's output, as in the BF16 layer.
+
+    Raises:
+        ValueError: an argument of wrong type, dtype or shape.
+    """
+    check.fc1_weight(fc1_weight)
+    check.positive_int("chunk_rows", chunk_rows)
+    rows, hidden = fc1_weight.shape
+    ffn, group = rows // 2, contract.ROW_GROUP
+    weight_q = torch.empty((rows, hidden), dtype=contract.QUANTIZED, device=fc1_weight.device)
+    weight_scale = torch.empty(rows, dtype=contract.SCALE, device=fc1_weight.device)
+    packed_q = weight_q.view(ffn // group, 2, group, hidden)
+    packed_scale = weight_scale.view(ffn // group, 2, group)
+    step = max(chunk_rows // group, 1)
+    for half, source in enumerate(fc1_weight.split(ffn)):
+        for first in range(0, ffn // group, step):
+            chunk = source[first * group : (first + step) * group].float()
+            low, high = chunk.aminmax(dim=1)
+            scale = reference.divide(torch.maximum(high, -low).clamp(min=contract.AMAX_FLOOR), contract.E4M3_MAX)
+            chunk.div_(scale[:, None])
+            packed_scale[first : first + step, half] = scale.view(-1, group)
+            packed_q[first : first + step, half] = reference.saturate_(chunk).view(-1, group, hidden)
+    return contract.tag_row_order(weight_q, contract.PACKED), contract.tag_row_order(weight_scale, contract.PACKED)
+
+
+def prepare_minimax_h3_fc1_weight_fp8(
+    fc1_weight: torch.Tensor, chunk_rows: int = 2048
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``prepare_fc1_weight_fp8`` for MiniMax-H3: BF16 [28672, 5376] to E4M3 [28672, 5376] and FP32 [28672].
+
+    Raises:
+        ValueError: an argument of wrong type, dtype or shape.
+    """
+    check.tensor("fc1_weight", fc1_weight)
+    check.model_weight("fc1_weight", fc1_weight)
+    return prepare_fc1_weight_fp8(fc1_weight, chunk_rows)
+
+
+def pack_fc1_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Reorder [2F, ...] from gate rows, then up rows, to the packed order. Weights and scales alike; makes a copy.
+
+    Raises:
+        ValueError: not a tensor, 2F not a multiple of 128, or already packed where that is known.
+    """
+    check.fc1_rows("rows", rows, refused=contract.PACKED)
+    packed = rows.unflatten(0, (2, -1, contract.ROW_GROUP)).transpose(0, 1).flatten(0, 2)
+    return contract.tag_row_order(packed, contract.PACKED)
+
+
+def unpack_fc1_rows(rows: torch.Tensor) -> torch.Tensor:
+    """The exact inverse of ``pack_fc1_rows``: [2F, ...] back to gate rows, then up rows.
+
+    Raises:
+        ValueError: not a tensor, 2F not a multiple of 128, or known not to be packed.
+    """
+    check.fc1_rows("rows", rows, refused=contract.HALVES)
+    halves = rows.unflatten(0, (-1, 2, contract.ROW_GROUP)).transpose(0, 1).flatten(0, 2)
+    return contract.tag_row_order(halves, contract.HALVES)
+
+
+@dataclass(frozen=True)
+class PackedFC1:
+    """A prepared FC1 weight: codes, scales and row order in one object, so that they cannot part.
+
+    Unpacks to the operator's last two arguments: ``fc1_swiglu_fp8(x, norm, scale, shift, index, *packed)``.
+
+    Attributes:
+        weight: E4M3 [2F, H], packed row order.
+        scale: FP32 [2F], same order.
+        layout: the row order of both; only ``contract.PACKED`` is accepted.
+
+    Raises:
+        ValueError: wrong type, dtype, shape, device or layout.
+    """
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+    layout: str = contract.PACKED
+
+    def __post_init__(self) -> None:
+        if self.layout != contract.PACKED:
+            raise ValueError(f"layout must be {contract.PACKED!r}; it is {self.layout!r}")
+        check.tensor("weight", self.weight)
+        check.tensor("scale", self.scale)
+        check.packed_weight(self.weight, self.scale, self.weight.device, names=("weight", "scale"))
+
+    @classmethod
+    def from_bf16(cls, fc1_weight: torch.Tensor, chunk_rows: int = 2048) -> "PackedFC1":
+        """Prepare BF16 [2F, H], gate rows then up rows. Arguments and errors of ``prepare_fc1_weight_fp8``."""
+        return cls(*prepare_fc1_weight_fp8(fc1_weight, chunk_rows))
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter((self.weight, self.scale))
+
+    def to(self, device: torch.device | str) -> "PackedFC1":
+        """The same weight on another device."""
+        return replace(self, weight=self.weight.to(device), scale=self.scale.to(device))
+
+    def dequantize(self) -> torch.Tensor:
+        """BF16 [2F, H], gate rows then up rows: the weight that the codes and scales stand for, for inspection."""
+        return unpack_fc1_rows((self.weight.float() * self.scale[:, None]).bfloat16())
