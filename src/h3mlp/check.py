@@ -150,7 +150,7 @@ def _is_fc1_shape(value: torch.Tensor) -> bool:
 
 def _on_device(name: str, value: torch.Tensor, device: torch.device) -> None:
     if value.device != device:
-        refuse(name, f"on {device} as x", value)
+        refuse(name, f"on {device}", value)
 
 
 def _contiguous(name: str, value: torch.Tensor) -> None:

@@ -1,0 +1,55 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from h3mlp.accuracy import bf16_steps, compare
+
+
+def test_equal_outputs():
+    y = torch.randn(3, 5)
+    found = compare(y, y.clone())
+    assert (found.relative_rms, found.snr_db, found.equal_share, found.rows) == (0.0, math.inf, 1.0, 3)
+
+
+def test_known_error_over_several_blocks():
+    """Noise of a tenth of the signal in each element: -20 dB, also past 1024 rows."""
+    reference = torch.ones(2500, 4)
+    got = reference.clone()
+    got[:, ::2] += 0.1 * math.sqrt(2)
+    found = compare(got, reference)
+    assert found.relative_rms == pytest.approx(0.1, rel=1e-6)
+    assert found.snr_db == pytest.approx(20, rel=1e-6)
+    assert found.equal_share == 0.5
+
+
+def test_nan_shows():
+    reference = torch.ones(2, 2)
+    got = torch.tensor([[1.0, torch.nan], [1.0, 1.0]])
+    found = compare(got, reference)
+    assert math.isnan(found.relative_rms)
+    assert math.isnan(found.snr_db)
+    assert found.equal_share == 0.75
+
+
+def test_zero_reference():
+    found = compare(torch.ones(1, 2), torch.zeros(1, 2))
+    assert found.relative_rms == math.inf
+    assert found.snr_db == -math.inf
+
+
+@given(st.integers(-0x7F80, 0x7F80), st.integers(-0x7F80, 0x7F80))
+def test_steps_count_bf16_numbers(a, b):
+    """An ordinal k stands for the k-th BF16 number above or below zero."""
+
+    def number(ordinal: int) -> torch.Tensor:
+        pattern = ordinal if ordinal >= 0 else -ordinal - 2**15
+        return torch.tensor([pattern], dtype=torch.int16).view(torch.bfloat16)
+
+    assert bf16_steps(number(a), number(b)).item() == abs(a - b)
+
+
+def test_zeros_are_no_step_apart():
+    assert bf16_steps(torch.tensor([0.0]), torch.tensor([-0.0])).item() == 0

@@ -1,0 +1,248 @@
+import inspect
+import shutil
+
+import pytest
+import torch
+from conftest import FFN, HIDDEN, TABLE_ROWS, bits, nan_buffers
+
+import h3mlp
+from h3mlp import contract, reference, synthetic
+
+NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=NEEDS_COMPILER)]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.compiler.reset()
+
+
+def test_signature_is_the_specifications():
+    parameters = inspect.signature(h3mlp.minimax_h3_fc1_swiglu_fp8).parameters
+    assert list(parameters) == [
+        "x",
+        "x_norm_weight",
+        "adaln_scale",
+        "adaln_shift",
+        "adaln_index",
+        "fc1_weight_q",
+        "fc1_weight_scale",
+        "out",
+        "workspace_q",
+        "workspace_scale",
+        "eps",
+    ]
+    keyword_only = {name: p.default for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+    assert keyword_only == {"out": None, "workspace_q": None, "workspace_scale": None, "eps": 1e-5}
+    prepare = inspect.signature(h3mlp.prepare_minimax_h3_fc1_weight_fp8)
+    assert str(prepare.parameters["chunk_rows"]) == "chunk_rows: int = 2048"
+
+
+def test_result_is_the_references(inputs):
+    """FP32 accumulation of 384 exact products is off by at most 384 * 2^-24 of their absolute sum, about 2^-18 of h at
+    this size against 2^-9 of BF16: fewer than 1 rounding in 300 can flip. 99% equal, and no output off by more than
+    the two roundings of g and y (2^-6)."""
+    want = reference.fc1_swiglu_fp8(*inputs)
+    got = h3mlp.fc1_swiglu_fp8(*inputs)
+    assert got.dtype == torch.bfloat16
+    assert (got == want).float().mean() >= 0.99
+    torch.testing.assert_close(got, want, rtol=2**-6, atol=1e-4)
+
+
+def test_eps_reaches_the_arithmetic(inputs):
+    buffers = nan_buffers(70)
+    got = h3mlp.fc1_swiglu_fp8(*inputs, **buffers._asdict(), eps=0.5)
+    want = reference.fc1_swiglu_fp8(*inputs, eps=0.5, return_intermediates=True)
+    assert torch.equal(buffers.workspace_scale, want.s_row)
+    assert not torch.equal(got, h3mlp.fc1_swiglu_fp8(*inputs))
+
+
+class TestBuffers:
+    def test_all_given(self, inputs):
+        want = reference.fc1_swiglu_fp8(*inputs, return_intermediates=True)
+        buffers = nan_buffers(70)
+        got = h3mlp.fc1_swiglu_fp8(*inputs, **buffers._asdict())
+        assert got is buffers.out
+        assert torch.equal(got, h3mlp.fc1_swiglu_fp8(*inputs))
+        assert torch.equal(bits(buffers.workspace_q), bits(want.a_q))
+        assert torch.equal(buffers.workspace_scale, want.s_row)
+
+    @pytest.mark.parametrize("name", ["out", "workspace_q", "workspace_scale"])
+    def test_one_given(self, inputs, name):
+        buffer = getattr(nan_buffers(70), name)
+        got = h3mlp.fc1_swiglu_fp8(*inputs, **{name: buffer})
+        assert torch.equal(got, h3mlp.fc1_swiglu_fp8(*inputs))
+        assert not buffer.float().isnan().any()
+        assert (got is buffer) == (name == "out")
+
+    def test_longer_ones_are_used_from_the_start(self, inputs):
+        buffers = nan_buffers(100)
+        got = h3mlp.fc1_swiglu_fp8(*inputs, **buffers._asdict())
+        assert got.shape == (70, FFN)
+        assert got.data_ptr() == buffers.out.data_ptr()
+        assert torch.equal(got, h3mlp.fc1_swiglu_fp8(*inputs))
+        for buffer in buffers:
+            assert buffer[70:].float().isnan().all(), "rows past M must stay as they were"
+            assert not buffer[:70].float().isnan().any()
+
+
+class TestAccepted:
+    def test_no_rows(self, inputs):
+        none = inputs._replace(x=inputs.x[:0], adaln_index=inputs.adaln_index[:0])
+        assert h3mlp.fc1_swiglu_fp8(*none).shape == (0, FFN)
+        buffers = nan_buffers(3)
+        assert h3mlp.fc1_swiglu_fp8(*none, **buffers._asdict()).shape == (0, FFN)
+        assert buffers.out.isnan().all()
+
+    def test_int32_and_int64_indices(self, inputs):
+        int32 = inputs._replace(adaln_index=inputs.adaln_index.int())
+        assert torch.equal(h3mlp.fc1_swiglu_fp8(*int32), h3mlp.fc1_swiglu_fp8(*inputs))
+
+    @pytest.mark.parametrize("bad", [-1, TABLE_ROWS, -(2**31), 2**31 - 1, 2**63 - 1, -(2**63), 2**32, 2**32 + 1])
+    def test_indices_outside_the_table(self, inputs, bad):
+        index = inputs.adaln_index.clone()
+        index[5] = bad
+        buffers = nan_buffers(70)
+        got = h3mlp.fc1_swiglu_fp8(*inputs._replace(adaln_index=index), **buffers._asdict())
+        assert (bits(got[5]) == 0).all()
+        assert (bits(buffers.workspace_q[5]) == 0).all()
+        keep = torch.arange(70) != 5
+        assert torch.equal(got[keep], h3mlp.fc1_swiglu_fp8(*inputs)[keep])
+
+    def test_tables_as_column_chunks_of_one_projection(self, inputs):
+        projection = torch.full((TABLE_ROWS, 6 * HIDDEN), torch.nan, dtype=torch.bfloat16)
+        shift, scale = projection.chunk(6, dim=1)[3:5]
+        shift.copy_(inputs.adaln_shift)
+        scale.copy_(inputs.adaln_scale)
+        got = h3mlp.fc1_swiglu_fp8(*inputs._replace(adaln_scale=scale, adaln_shift=shift))
+        assert torch.equal(got, h3mlp.fc1_swiglu_fp8(*inputs))
+
+    @pytest.mark.parametrize("rows", [1, 6, 70, 1000])
+    def test_any_number_of_table_rows(self, rows):
+        layer = synthetic.layer(70, HIDDEN, FFN, rows)
+        weight = h3mlp.prepare_fc1_weight_fp8(layer.weight)
+        buffers = nan_buffers(70)
+        h3mlp.fc1_swiglu_fp8(*layer.activations, *weight, **buffers._asdict())
+        want = reference.fc1_swiglu_fp8(*layer.activations, *weight, return_intermediates=True)
+        assert torch.equal(bits(buffers.workspace_q), bits(want.a_q))
+
+    def test_tables_of_one_row_for_all(self, inputs):
+        """An expanded table has a row stride of 0."""
+        expanded = inputs._replace(
+            adaln_scale=inputs.adaln_scale[:1].expand(TABLE_ROWS, -1),
+            adaln_shift=inputs.adaln_shift[:1].expand(TABLE_ROWS, -1),
+        )
+        single = inputs._replace(adaln_index=torch.zeros_like(inputs.adaln_index))
+        assert torch.equal(h3mlp.fc1_swiglu_fp8(*expanded), h3mlp.fc1_swiglu_fp8(*single))
+
+    def test_x_with_a_row_stride(self, inputs):
+        rows = torch.full((70, HIDDEN + 16), torch.nan, dtype=torch.bfloat16)
+        rows[:, 8:-8] = inputs.x
+        assert torch.equal(h3mlp.fc1_swiglu_fp8(*inputs._replace(x=rows[:, 8:-8])), h3mlp.fc1_swiglu_fp8(*inputs))
+
+    def test_a_row_past_2_to_the_31_elements(self, inputs):
+        """Two rows of x 2^31 + 8 elements apart: 4.3 GB of address space, of which two rows are touched."""
+        far = 2**31 + 8
+        x = torch.empty(far + HIDDEN, dtype=torch.bfloat16).as_strided((2, HIDDEN), (far, 1))
+        x.copy_(inputs.x[:2])
+        near = inputs._replace(x=inputs.x[:2], adaln_index=inputs.adaln_index[:2])
+        assert torch.equal(h3mlp.fc1_swiglu_fp8(*near._replace(x=x)), h3mlp.fc1_swiglu_fp8(*near))
+
+    @pytest.mark.parametrize(("hidden", "ffn"), [(128, 64), (256, 192), (1152, 704)])
+    def test_other_sizes(self, hidden, ffn):
+        layer = synthetic.layer(9, hidden, ffn)
+        weight = h3mlp.prepare_fc1_weight_fp8(layer.weight)
+        got = h3mlp.fc1_swiglu_fp8(*layer.activations, *weight)
+        torch.testing.assert_close(got, reference.fc1_swiglu_fp8(*layer.activations, *weight), rtol=2**-6, atol=1e-4)
+
+
+def test_the_model_at_its_real_size():
+    """Two rows through the drop-in, so that its dimensions are run and not only checked. Tolerance: an E4M3 product of
+    5376 terms accumulated in FP32 is off by about 2^-20 of h; 99% of the BF16 outputs equal."""
+    layer = synthetic.layer(2)
+    weight = h3mlp.prepare_minimax_h3_fc1_weight_fp8(layer.weight)
+    got = h3mlp.minimax_h3_fc1_swiglu_fp8(*layer.activations, *weight)
+    want = reference.fc1_swiglu_fp8(*layer.activations, *weight)
+    assert got.shape == (2, 14336)
+    assert (got == want).float().mean() >= 0.99
+
+
+def float8_allclose(a, b, **options):
+    """torch.allclose has no float8; opcheck calls it on every argument to see that none was written."""
+    if a.dtype == contract.QUANTIZED:
+        return torch.equal(bits(a), bits(b))
+    return ALLCLOSE(a, b, **options)
+
+
+ALLCLOSE = torch.allclose
+
+
+class TestTorchOperators:
+    def test_opcheck_functional(self, inputs, monkeypatch):
+        monkeypatch.setattr(torch, "allclose", float8_allclose)
+        torch.library.opcheck(torch.ops.h3mlp.fc1_swiglu_fp8.default, (*inputs, 1e-5))
+
+    def test_opcheck_out(self, inputs, monkeypatch):
+        monkeypatch.setattr(torch, "allclose", float8_allclose)
+        torch.library.opcheck(torch.ops.h3mlp.fc1_swiglu_fp8_out.default, (*inputs, 1e-5, *nan_buffers(70)))
+
+    def test_meta(self, inputs):
+        meta = contract.Inputs(*(t.to("meta") for t in inputs))
+        got = h3mlp.fc1_swiglu_fp8(*meta)
+        assert got.is_meta
+        assert (got.shape, got.dtype) == ((70, FFN), torch.bfloat16)
+
+    @pytest.mark.parametrize("backend", BACKENDS)
+    def test_compile_functional(self, inputs, backend):
+        """With work around the operator, for two row counts, so that the second runs with a symbolic M."""
+
+        def block(x, *rest):
+            return h3mlp.fc1_swiglu_fp8(x * 2, *rest) + 1
+
+        compiled = torch.compile(block, fullgraph=True, backend=backend)
+        for rows in (70, 33):
+            some = inputs._replace(x=inputs.x[:rows], adaln_index=inputs.adaln_index[:rows])
+            assert torch.equal(compiled(*some), block(*some))
+
+    @pytest.mark.parametrize("backend", BACKENDS)
+    def test_compile_with_buffers(self, inputs, backend):
+        def block(buffers, *tensors):
+            return h3mlp.fc1_swiglu_fp8(*tensors, out=buffers[0], workspace_q=buffers[1], workspace_scale=buffers[2])
+
+        compiled = torch.compile(block, fullgraph=True, backend=backend)
+        want, got = nan_buffers(90), nan_buffers(90)
+        result = compiled(got, *inputs)
+        assert torch.equal(result, block(want, *inputs))
+        for have, expected in zip(got, want, strict=True):
+            assert torch.equal(bits(have), bits(expected))
+
+    def test_compile_with_only_out(self, inputs):
+        compiled = torch.compile(
+            lambda out, *tensors: h3mlp.fc1_swiglu_fp8(*tensors, out=out), fullgraph=True, backend="aot_eager"
+        )
+        out = nan_buffers(70).out
+        assert torch.equal(compiled(out, *inputs), h3mlp.fc1_swiglu_fp8(*inputs))
+        assert torch.equal(out, h3mlp.fc1_swiglu_fp8(*inputs))
+
+    def test_compile_refuses_what_eager_refuses(self, inputs):
+        compiled = torch.compile(h3mlp.fc1_swiglu_fp8, fullgraph=True, backend="aot_eager")
+        with pytest.raises(RuntimeError, match="x must be bfloat16"):
+            compiled(inputs.x.float(), *inputs[1:])
+
+    def test_export(self, inputs):
+        class Block(torch.nn.Module):
+            def forward(self, x, index, norm, scale, shift, weight_q, weight_scale):
+                return h3mlp.fc1_swiglu_fp8(x, norm, scale, shift, index, weight_q, weight_scale)
+
+        x, norm, scale, shift, index, *weight = inputs
+        rows = torch.export.Dim("rows")
+        program = torch.export.export(
+            Block(),
+            (x, index, norm, scale, shift, *weight),
+            dynamic_shapes=({0: rows}, {0: rows}, None, None, None, None, None),
+        )
+        assert "h3mlp.fc1_swiglu_fp8.default" in program.graph_module.code
+        for rows in (70, 1, 33):
+            got = program.module()(x[:rows], index[:rows], norm, scale, shift, *weight)
+            some = inputs._replace(x=x[:rows], adaln_index=index[:rows])
+            assert torch.equal(got, h3mlp.fc1_swiglu_fp8(*some))

@@ -1,0 +1,153 @@
+import numpy_contract as oracle
+import pytest
+import torch
+from conftest import FFN, HIDDEN, Allocations, bits
+
+import h3mlp
+from h3mlp import contract
+
+
+def prepared_equals(weight, chunk_rows=2048):
+    want_q, want_s = oracle.prepare(oracle.from_torch(weight))
+    q, s = h3mlp.prepare_fc1_weight_fp8(weight, chunk_rows)
+    oracle.assert_same_bits(s, want_s, "scale")
+    oracle.assert_same_bits(q, want_q, "codes")
+    return q, s
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 8, 15, 24, 128, 2048])
+def test_prepare_is_bitwise_for_any_chunk(layer, chunk_rows):
+    prepared_equals(layer.weight, chunk_rows)
+
+
+def test_prepare_extreme_rows(layer):
+    weight = layer.weight.clone()
+    weight[0] = 0  # floored scale, codes +0
+    weight[1] = -0.0  # codes -0
+    weight[2] *= 2.0**-120  # under the floor: subnormal BF16 too
+    weight[3, 5] = 3e38
+    weight[130] = torch.tensor([1.0, -448.0]).repeat(HIDDEN // 2)  # scale exactly 1
+    weight[131, 0] = torch.inf  # scale Inf: the others 0, Inf / Inf = NaN
+    weight[132, 9] = torch.nan  # scale NaN: the whole row
+    q, s = prepared_equals(weight)
+    assert s[oracle.packed_row(4, 1)].isnan()  # row 132 is up row 4
+    assert (bits(q)[oracle.packed_row(4, 1)] == 0x7F).all()
+    assert s[oracle.packed_row(2, 1)] == 1
+
+
+def test_prepare_of_random_bits():
+    """Every BF16 pattern, in no order."""
+    generator = torch.Generator().manual_seed(3)
+    patterns = torch.randperm(2**16, generator=generator)[: 2 * FFN * 128].view(2 * FFN, 128)
+    prepared_equals((patterns - 2**15).to(torch.int16).view(torch.bfloat16))
+
+
+def test_prepare_takes_any_strides(layer):
+    want = h3mlp.prepare_fc1_weight_fp8(layer.weight)
+    wide = torch.zeros(2 * FFN, HIDDEN + 8, dtype=torch.bfloat16)
+    wide[:, 8:] = layer.weight
+    for view in (wide[:, 8:], layer.weight.T.contiguous().T):
+        got = h3mlp.prepare_fc1_weight_fp8(view)
+        assert torch.equal(bits(got[0]), bits(want[0]))
+        assert torch.equal(got[1], want[1])
+
+
+def test_prepare_of_a_parameter_keeps_no_graph(layer):
+    q, s = h3mlp.prepare_fc1_weight_fp8(torch.nn.Parameter(layer.weight))
+    assert not q.requires_grad
+    assert not s.requires_grad
+
+
+def test_prepare_memory_is_the_outputs_and_one_chunk(layer):
+    """With chunks of 16 rows: the codes (98,304 bytes), then nothing larger than 16 rows in FP32 (24,576 bytes), and
+    only one tensor of that size a chunk."""
+    with Allocations() as made:
+        h3mlp.prepare_fc1_weight_fp8(layer.weight, chunk_rows=16)
+    chunk, chunks = 16 * HIDDEN * 4, 2 * FFN // 16
+    large = [size for size in made.sizes if size > chunk // 8]
+    assert sorted(large) == [chunk] * chunks + [2 * FFN * HIDDEN]
+
+
+def test_prepare_refuses():
+    def refused(match, weight, **options):
+        with pytest.raises(ValueError, match=match):
+            h3mlp.prepare_fc1_weight_fp8(weight, **options)
+
+    good = torch.zeros(128, 128, dtype=torch.bfloat16)
+    refused(r"fc1_weight must be bfloat16 .*; it is float32 \[128, 128\]", good.float())
+    refused(r"fc1_weight must be .*it is bfloat16 \[120, 128\]", good[:120])
+    refused(r"fc1_weight must be .*it is bfloat16 \[128, 64\]", good[:, :64])
+    refused(r"fc1_weight must be .*it is bfloat16 \[128\]", good[:, 0])
+    refused(r"fc1_weight must be .*it is bfloat16 \[0, 128\]", good[:0])
+    refused(r"fc1_weight must be a torch.Tensor; it is None", None)
+    refused(r"chunk_rows must be a positive int; it is 0", good, chunk_rows=0)
+    refused(r"chunk_rows must be a positive int; it is 2.5", good, chunk_rows=2.5)
+    refused(r"fc1_weight must have its gate rows before", contract.tag_row_order(good.clone(), contract.PACKED))
+
+
+def test_the_models_prepare_checks_its_dimensions(layer):
+    with pytest.raises(ValueError, match=r"fc1_weight must be \[28672, 5376\].*it is bfloat16 \[256, 384\]"):
+        h3mlp.prepare_minimax_h3_fc1_weight_fp8(layer.weight)
+    with pytest.raises(ValueError, match=r"fc1_weight must be a torch\.Tensor"):
+        h3mlp.prepare_minimax_h3_fc1_weight_fp8("weight.safetensors")
+
+
+def test_rows_are_packed_in_the_documented_order():
+    rows = torch.arange(256)
+    packed = h3mlp.pack_fc1_rows(rows)
+    for column in range(128):
+        assert packed[oracle.packed_row(column, 0)] == column
+        assert packed[oracle.packed_row(column, 1)] == 128 + column
+
+
+@pytest.mark.parametrize("shape", [(128,), (256, 128), (384, 3, 5)])
+def test_unpack_is_the_exact_inverse(shape):
+    rows = torch.randint(0, 255, shape, dtype=torch.uint8)
+    assert torch.equal(h3mlp.unpack_fc1_rows(h3mlp.pack_fc1_rows(rows)), rows)
+    assert torch.equal(h3mlp.pack_fc1_rows(h3mlp.unpack_fc1_rows(rows)), rows)
+    codes = rows.view(torch.float8_e4m3fn)  # the bits of NaN survive too
+    assert torch.equal(bits(h3mlp.unpack_fc1_rows(h3mlp.pack_fc1_rows(codes))), rows)
+
+
+def test_row_order_refuses_what_is_known_to_be_wrong(inputs):
+    halves = h3mlp.unpack_fc1_rows(inputs.fc1_weight_q)
+    with pytest.raises(ValueError, match="rows must not be in row order 'gate8_up8'"):
+        h3mlp.pack_fc1_rows(inputs.fc1_weight_q)
+    with pytest.raises(ValueError, match="rows must not be in row order 'gate_up'"):
+        h3mlp.unpack_fc1_rows(halves)
+    with pytest.raises(ValueError, match=r"rows must be \[2F, ...\] with F a multiple of 64"):
+        h3mlp.pack_fc1_rows(torch.zeros(96, 4))
+
+
+class TestPackedFC1:
+    def test_carries_weight_and_scale_together(self, layer, inputs):
+        packed = h3mlp.PackedFC1.from_bf16(layer.weight)
+        weight, scale = packed
+        assert torch.equal(bits(weight), bits(inputs.fc1_weight_q))
+        assert torch.equal(scale, inputs.fc1_weight_scale)
+        assert torch.equal(h3mlp.fc1_swiglu_fp8(*layer.activations, *packed), h3mlp.fc1_swiglu_fp8(*inputs))
+        assert packed.to("cpu").layout == contract.PACKED
+
+    def test_dequantize_is_within_half_a_step(self, layer):
+        """E4M3 rounds to 3 mantissa bits: half a step is 2^-4 of a normal value; the smallest step is 2^-9 scales. BF16
+        of the product adds 2^-9."""
+        packed = h3mlp.PackedFC1.from_bf16(layer.weight)
+        scale = h3mlp.unpack_fc1_rows(packed.scale)[:, None]
+        error = (packed.dequantize().float() - layer.weight.float()).abs()
+        allowed = layer.weight.float().abs() * (2**-4 + 2**-9) + scale * 2**-10
+        assert (error <= allowed).all()
+        assert error.max() > 0
+
+    def test_refuses(self, inputs):
+        weight, scale = inputs.fc1_weight_q, inputs.fc1_weight_scale
+        for match, arguments in (
+            ("layout must be 'gate8_up8'; it is 'gate_up'", (weight, scale, "gate_up")),
+            ("weight must be float8_e4m3fn", (weight.float(), scale)),
+            ("weight must be in packed row order", (h3mlp.unpack_fc1_rows(weight), scale)),
+            ("scale must be in packed row order", (weight, h3mlp.unpack_fc1_rows(scale))),
+            (r"scale must be float32 \[256\]", (weight, scale[:-1])),
+            ("scale must be on cpu", (weight, scale.to("meta"))),
+            ("scale must be a torch.Tensor", (weight, 1.0)),
+        ):
+            with pytest.raises(ValueError, match=match):
+                h3mlp.PackedFC1(*arguments)
