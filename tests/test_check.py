@@ -44,6 +44,11 @@ INPUT_CASES = [
     ("adaln_scale", lambda t: t.to("meta"), "adaln_scale must be on cpu"),
     ("adaln_shift", wide, r"adaln_shift must be \[R, 384\] with unit inner stride"),
     ("adaln_shift", lambda t: t[:-1], r"adaln_shift must be \[4, 384\] as adaln_scale; it is bfloat16 \[3, 384\]"),
+    (
+        "adaln_shift",
+        lambda t: t.repeat(2, 1),
+        r"adaln_shift must be \[4, 384\] as adaln_scale; it is bfloat16 \[8, 384\]",
+    ),
     ("adaln_index", lambda t: t.short(), r"adaln_index must be int32 or int64 \[70\]; it is int16"),
     ("adaln_index", lambda t: t.float(), r"adaln_index must be int32 or int64 \[70\]; it is float32"),
     ("adaln_index", lambda t: t[:-1], r"adaln_index must be int32 or int64 \[70\]; it is int64 \[69\]"),
@@ -167,6 +172,14 @@ class TestRequiresGrad:
 
     def test_buffer(self, inputs):
         refused(self.message, inputs, error=RuntimeError, out=nan_buffers(70).out.requires_grad_())
+
+    @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+    def test_compiled(self, inputs, backend):
+        """AOT autograd would differentiate the operator as if it were constant, so tracing must refuse already."""
+        torch.compiler.reset()
+        compiled = torch.compile(h3mlp.fc1_swiglu_fp8, fullgraph=True, backend=backend)
+        with pytest.raises(RuntimeError, match=self.message):
+            compiled(*inputs._replace(x_norm_weight=torch.nn.Parameter(inputs.x_norm_weight)))
 
     @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
     def test_fine_without_grad_mode(self, inputs, mode):

@@ -193,6 +193,17 @@ def test_dequantize(acc, s_row, w_scale):
     oracle.assert_same_bits(both(reference.dequantize, acc, s_row, w_scale), want)
 
 
+def test_dequantize_multiplies_from_left_to_right():
+    """Among 262,144 products, some would round otherwise with the two scales multiplied first."""
+    generator = np.random.default_rng(0)
+    acc = generator.normal(size=(512, 512)).astype(np.float32)
+    s_row, w_scale = (generator.uniform(1, 2, 512).astype(np.float32) for _ in range(2))
+    want = ((acc * s_row[:, None]) * w_scale).astype(oracle.BF16)
+    oracle.assert_same_bits(both(reference.dequantize, acc, s_row, w_scale), want)
+    other = (acc * (s_row[:, None] * w_scale)).astype(oracle.BF16)
+    assert (other != want).any()
+
+
 def test_silu_for_every_bf16():
     """Within one BF16 number of the exact value, and equal for all but a few of the 65,282 finite ones: FP32 is off by
     about 2^-22, so it crosses a rounding boundary of BF16 (spacing 2^-8) about once in 2^13 values, 8 in all; 32 are
