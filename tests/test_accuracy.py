@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h3mlp.accuracy import bf16_steps, compare
+from h3mlp.accuracy import bf16_steps, compare, spread
 
 
 def test_equal_outputs():
@@ -53,3 +53,10 @@ def test_steps_count_bf16_numbers(a, b):
 
 def test_zeros_are_no_step_apart():
     assert bf16_steps(torch.tensor([0.0]), torch.tensor([-0.0])).item() == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "sample", "want"), [(1, 16, [0]), (3, 16, [0, 1, 2]), (5, 3, [0, 2, 4]), (2**24, 2, [0, 2**24 - 1])]
+)
+def test_spread(rows, sample, want):
+    assert spread(rows, sample).tolist() == want

@@ -121,7 +121,7 @@ def test_demo_json_with_progress_on_a_terminal():
         result = json.loads(process.stdout.read())
     os.close(terminal)
     assert process.returncode == 0
-    assert b"prepare_weight" in shown
+    assert b"prepare weight" in shown
     assert result["ok"] is True
     assert result["rows"] == 3
     assert result["stage1_identical"] is True

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from h3mlp import contract, reference
+from h3mlp import contract, prepare_fc1_weight_fp8, reference
 
 BF16_SPECIALS = [
     0x0000, 0x8000,  # +0, -0
@@ -205,9 +205,10 @@ def test_dequantize_multiplies_from_left_to_right():
 
 
 def test_silu_for_every_bf16():
-    """Within one BF16 number of the exact value, and equal for all but a few of the 65,282 finite ones: FP32 is off by
-    about 2^-22, so it crosses a rounding boundary of BF16 (spacing 2^-8) about once in 2^13 values, 8 in all; 32 are
-    allowed. Below -88.73 the FP32 formula overflows to -v / Inf = -0, where the exact value is under 3e-37."""
+    """Within one BF16 number of the exact value, and equal for nearly all of the 49,714 finite ones above -88.7: FP32
+    is off by about 2^-22 and crosses a rounding boundary of BF16 (spacing 2^-8) once in 2^13 values or less, so 6 may
+    differ with another math library's exp; 12 are allowed. Below -88.73 the FP32 formula overflows to v / Inf = -0,
+    where the exact value is under 3e-37."""
     every = np.arange(2**16, dtype=np.uint16).view(oracle.BF16)
     v = every[np.isfinite(every.astype(np.float32))]
     exact = v.astype(np.longdouble)
@@ -218,7 +219,7 @@ def test_silu_for_every_bf16():
     assert (np.abs(got[~inside]) == 0).all()
     want = exact[inside].astype(np.float32).astype(oracle.BF16).astype(np.float64)
     wrong = got[inside] != want
-    assert wrong.sum() <= 32
+    assert wrong.sum() <= 12
     np.testing.assert_allclose(got[inside][wrong], want[wrong], rtol=2**-7)
     special = reference.silu(torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0], dtype=torch.bfloat16))
     assert special[0] == torch.inf
@@ -309,6 +310,7 @@ class TestEdgeRows:
         x[3, 7] = torch.nan
         got = self.run(inputs, x)
         assert got.y[3].isnan().all()
+        assert got.s_row[3] == torch.tensor(1e-12) / torch.tensor(448.0)
         assert got.y[[2, 4]].isfinite().all()
 
     def test_overflowing_sum_of_squares_leaves_the_shift(self, inputs):
@@ -325,6 +327,25 @@ class TestEdgeRows:
         assert got.n[3].isnan().sum() == 1
         assert got.a_q.view(torch.uint8)[3, 7] == 0x7F
         assert got.y[3].isnan().all()
+
+    def test_overflowing_a_makes_the_row_nan(self, inputs):
+        x = torch.zeros_like(inputs.x)
+        x[:, 5] = 1.0  # n = sqrt(384) there
+        scale = inputs.adaln_scale.clone()
+        scale[:, 5] = 3e38
+        got = self.run(inputs._replace(adaln_scale=scale), x)
+        assert got.s_row.isinf().all()
+        assert (got.a_q.view(torch.uint8)[:, 5] == 0x7F).all()
+        assert got.y.isnan().all()
+
+    @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+    def test_bad_weight_row_is_one_output_column(self, layer, inputs, bad):
+        weight = layer.weight.clone()
+        weight[17, 3] = bad
+        q, s = prepare_fc1_weight_fp8(weight)
+        got = self.run(inputs._replace(fc1_weight_q=q, fc1_weight_scale=s))
+        assert got.y[:, 17].isnan().all()
+        assert got.y[:, torch.arange(128) != 17].isfinite().all()
 
     @pytest.mark.parametrize("rows", [0, 1])
     def test_few_rows(self, inputs, rows):

@@ -40,6 +40,11 @@ def compare(got: torch.Tensor, reference: torch.Tensor) -> Accuracy:
     return Accuracy(math.sqrt(ratio), snr, equal / got.numel(), got.shape[0])
 
 
+def spread(rows: int, sample: int) -> torch.Tensor:
+    """Up to ``sample`` row numbers below ``rows``, evenly spread from the first to the last."""
+    return torch.linspace(0, rows - 1, min(rows, sample), dtype=torch.float64).round().long()
+
+
 def bf16_steps(got: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """Distance of two BF16 tensors in BF16 numbers (0: equal, 1: neighbours), as int32. +0 and -0 are equal."""
 

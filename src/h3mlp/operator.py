@@ -25,7 +25,7 @@ def _functional(*args) -> torch.Tensor:
     inputs, eps = _checked(args[:7], args[7])
     check.inference_only(inputs)
     backend = dispatch.select(inputs.x.device)
-    buffers = _allocate(inputs)
+    buffers = allocate(inputs)
     if inputs.x.shape[0]:
         backend.run(inputs, eps, buffers)
     return buffers.out
@@ -34,7 +34,7 @@ def _functional(*args) -> torch.Tensor:
 @torch.library.register_fake("h3mlp::fc1_swiglu_fp8")
 def _functional_fake(*args) -> torch.Tensor:
     inputs, _ = _checked(args[:7], args[7])
-    return _allocate(inputs).out
+    return allocate(inputs).out
 
 
 @torch.library.impl("h3mlp::fc1_swiglu_fp8_out", "default")
@@ -68,7 +68,8 @@ def _ffn(inputs: contract.Inputs) -> int:
     return inputs.fc1_weight_q.shape[0] // 2
 
 
-def _allocate(inputs: contract.Inputs) -> contract.Buffers:
+def allocate(inputs: contract.Inputs) -> contract.Buffers:
+    """New buffers of exactly M rows for these inputs, on their device."""
     rows, hidden = inputs.x.shape
     return contract.Buffers(
         out=inputs.x.new_empty((rows, _ffn(inputs))),
@@ -141,7 +142,7 @@ def fc1_swiglu_fp8(
     if any(buffer is None for buffer in given):
         check.inputs(inputs)  # the missing buffers take their shapes from them
         given = contract.Buffers(
-            *(mine if mine is not None else new for mine, new in zip(given, _allocate(inputs), strict=True))
+            *(mine if mine is not None else new for mine, new in zip(given, allocate(inputs), strict=True))
         )
     torch.ops.h3mlp.fc1_swiglu_fp8_out(*inputs, eps, *given)
     rows = x.shape[0]

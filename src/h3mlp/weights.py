@@ -33,15 +33,17 @@ def prepare_fc1_weight_fp8(fc1_weight: torch.Tensor, chunk_rows: int = 2048) -> 
     weight_scale = torch.empty(rows, dtype=contract.SCALE, device=fc1_weight.device)
     packed_q = weight_q.view(ffn // group, 2, group, hidden)
     packed_scale = weight_scale.view(ffn // group, 2, group)
-    step = max(chunk_rows // group, 1)
+    step = min(max(chunk_rows // group, 1), ffn // group)
+    chunk = torch.empty((step * group, hidden), dtype=torch.float32, device=fc1_weight.device)
     for half, source in enumerate(fc1_weight.split(ffn)):
         for first in range(0, ffn // group, step):
-            chunk = source[first * group : (first + step) * group].float()
-            low, high = chunk.aminmax(dim=1)
+            bf16 = source[first * group : (first + step) * group]
+            fp32 = chunk[: bf16.shape[0]].copy_(bf16)
+            low, high = fp32.aminmax(dim=1)
             scale = reference.divide(torch.maximum(high, -low).clamp(min=contract.AMAX_FLOOR), contract.E4M3_MAX)
-            chunk.div_(scale[:, None])
+            reference.saturate_(fp32.div_(scale[:, None]))
             packed_scale[first : first + step, half] = scale.view(-1, group)
-            packed_q[first : first + step, half] = reference.saturate_(chunk).view(-1, group, hidden)
+            packed_q[first : first + step, half] = fp32.view(-1, group, hidden)
     return contract.tag_row_order(weight_q, contract.PACKED), contract.tag_row_order(weight_scale, contract.PACKED)
 
 

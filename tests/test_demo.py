@@ -1,0 +1,72 @@
+"""The verdict and the JSON of a demo; the run itself is in ``test_cli``."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from h3mlp import demo
+from h3mlp.accuracy import Accuracy
+
+
+@pytest.fixture
+def good() -> demo.Demo:
+    return demo.Demo(
+        rows=2,
+        seed=0,
+        device="cpu",
+        backend="cpu",
+        reason="",
+        environment={},
+        weight_bytes_bf16=2,
+        weight_bytes_fp8=1,
+        seconds={"operator": 1.0},
+        against_bf16=Accuracy(0.05, 25.3, 0.03, 2),
+        against_fp64=Accuracy(0.0, math.inf, 1.0, 2),
+        stage1_identical=True,
+        error_of_rms=torch.zeros(2),
+        steps_from_fp64=torch.zeros(2, dtype=torch.int32),
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"stage1_identical": False},
+        {"against_fp64": Accuracy(1e-3, 60.0, 0.998, 2)},
+        {"against_bf16": Accuracy(1.4, -3.0, 0.0, 2)},
+        {"against_bf16": Accuracy(math.nan, math.nan, 0.0, 2)},
+    ],
+)
+def test_each_condition_counts(good, wrong):
+    assert good.ok
+    bad = demo.Demo(**{**vars(good), **wrong})
+    assert not bad.ok
+    assert bad.as_json()["ok"] is False
+
+
+def test_json_has_no_infinity(good):
+    text = json.dumps(good.as_json(), allow_nan=False)
+    assert json.loads(text)["against_fp64"]["snr_db"] is None
+    assert "error_of_rms" not in text
+
+
+def test_a_failed_plot_leaves_the_old_file(good, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    path = tmp_path / "error.png"
+    path.write_text("old")
+    demo.plot(good, path)
+    new = path.read_bytes()
+    assert new.startswith(b"\x89PNG")
+
+    def fail(_self, file, **_options):
+        file.write_text("half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Figure, "savefig", fail)
+    with pytest.raises(OSError, match="disk full"):
+        demo.plot(good, path)
+    assert path.read_bytes() == new
+    assert list(tmp_path.iterdir()) == [path]
