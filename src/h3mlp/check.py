@@ -120,14 +120,14 @@ def buffers(given: contract.Buffers, x: torch.Tensor, ffn: int) -> None:
 
 def no_overlap(written: contract.Buffers, read: contract.Inputs) -> None:
     """No byte of a buffer may be seen through another argument. Whole spans are compared, gaps of strides included."""
-    spans = [
-        (name, *_span(value)) for name, value in (*written._asdict().items(), *read._asdict().items()) if value.numel()
-    ]
-    for i, (name, first, end) in enumerate(spans):
-        if name in written._fields:
-            for other, other_first, other_end in spans[i + 1 :]:
-                if first < other_end and other_first < end:
-                    raise ValueError(f"{name} must not overlap {other}; they share memory")
+    names = written._fields + read._fields
+    spans = [_span(value) for value in written + read]
+    for i in range(len(written)):
+        first, end = spans[i]
+        for j in range(i + 1, len(spans)):
+            other_first, other_end = spans[j]
+            if first < other_end and other_first < end:
+                raise ValueError(f"{names[i]} must not overlap {names[j]}; they share memory")
 
 
 def inference_only(tensors: Sequence[torch.Tensor]) -> None:
@@ -174,9 +174,14 @@ def _matrix(name: str, value: torch.Tensor, rows: str, columns: int, device: tor
 
 
 def _span(value: torch.Tensor) -> tuple[int, int]:
-    """The address of the first byte, and of the byte past the last."""
-    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    return value.data_ptr(), value.data_ptr() + (last + 1) * value.element_size()
+    """The address of the first byte, and of the byte past the last; (0, 0) for an empty tensor, which overlaps none."""
+    if not value.numel():
+        return 0, 0
+    elements = 1
+    for size, stride in zip(value.shape, value.stride(), strict=True):
+        elements += (size - 1) * stride
+    first = value.data_ptr()
+    return first, first + elements * value.element_size()
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -43,7 +43,7 @@ def _into_buffers(*args) -> None:
     rows = inputs.x.shape[0]
     buffers = contract.Buffers(*args[8:])
     check.buffers(buffers, inputs.x, _ffn(inputs))
-    buffers = contract.Buffers(*(buffer[:rows] for buffer in buffers))
+    buffers = contract.Buffers(*(b if b.shape[0] == rows else b[:rows] for b in buffers))
     check.no_overlap(buffers, inputs)
     check.inference_only((*inputs, *buffers))
     backend = dispatch.select(inputs.x.device)
@@ -129,9 +129,9 @@ def fc1_swiglu_fp8(
     """
     inputs = contract.Inputs(x, x_norm_weight, adaln_scale, adaln_shift, adaln_index, fc1_weight_q, fc1_weight_scale)
     given = contract.Buffers(out, workspace_q, workspace_scale)
-    for name, value in inputs._asdict().items():
+    for name, value in zip(inputs._fields, inputs, strict=True):
         check.tensor(name, value)
-    for name, value in given._asdict().items():
+    for name, value in zip(given._fields, given, strict=True):
         if value is not None:
             check.tensor(name, value)
     check.eps(eps)
