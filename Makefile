@@ -16,7 +16,7 @@ doctor: $(VENV)/plain.stamp  ## which backend serves this machine
 test: $(VENV)/dev.stamp  ## ruff and pytest; ARGS='-k operator'
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest$(if $(ARGS), $(ARGS))
 
 bench: $(VENV)/dev.stamp  ## the operator beside its peers; ARGS='--rows 256'
 	@$(BIN)/python -m benchmarks.cpu $(ARGS)

@@ -1,8 +1,10 @@
 """The CPU backend beside its peers, at the real size of the layer: ``make bench ARGS='--rows 256'``.
 
 Peers: the eager chain of the same arithmetic (dequantize all, matmul, silu * up), which is what a user would write; and
-the BF16 layer that the operator replaces, which does less exact work on other weights.
+the BF16 layer that the operator replaces, whose output is another one and so is not compared.
 """
+
+from dataclasses import asdict
 
 import click
 import torch
@@ -53,15 +55,13 @@ def measure(layer: synthetic.Layer, weight: tuple[torch.Tensor, torch.Tensor], r
     for name, seconds in interleave(calls, rounds).items():
         times = summary(seconds)
         flops = 2 * rows * contract.HIDDEN * contract.FC1_ROWS
-        error = compare(calls[name]()[sample], exact)
         results.append(
             {
                 "rows": rows,
                 "peer": name,
                 **times,
                 "gflops": flops / times["median_ms"] / 1e6,
-                "equal_to_fp64": error.equal_share,
-                "relative_rms_to_fp64": error.relative_rms,
+                "against_fp64": None if name == BF16 else asdict(compare(calls[name]()[sample], exact)),
             }
         )
     ours = results[0]["median_ms"]
@@ -89,7 +89,7 @@ def main(rows: tuple[int, ...], rounds: int, keep: bool) -> None:
             f"{r['median_ms']:.1f}",
             f"{r['gflops']:.1f}",
             ratio,
-            f"{r['equal_to_fp64']:.3%}",
+            f"{r['against_fp64']['equal_share']:.3%}" if r["against_fp64"] else "",
         )
     Console().print(table)
     if keep:
