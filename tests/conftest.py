@@ -17,7 +17,7 @@ def nan_buffers(rows: int, hidden: int = HIDDEN, ffn: int = FFN) -> contract.Buf
     return contract.Buffers(
         out=torch.full((rows, ffn), torch.nan, dtype=contract.ACTIVATION),
         workspace_q=torch.full((rows, hidden), torch.nan).to(contract.QUANTIZED),
-        workspace_scale=torch.full((rows,), torch.nan),
+        workspace_scale=torch.full((rows,), torch.nan, dtype=contract.SCALE),
     )
 
 

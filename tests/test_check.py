@@ -11,7 +11,9 @@ from h3mlp import contract
 
 def refused(match, inputs, error=ValueError, **options):
     """The call raises, and no byte of any argument changes. The out-variant refuses the same as the public function."""
-    tensors = [t for t in (*inputs, *options.values()) if isinstance(t, torch.Tensor) and not t.is_meta]
+    tensors = [
+        t for t in (*inputs, *options.values()) if isinstance(t, torch.Tensor) and not (t.is_meta or t.is_sparse)
+    ]
     before = [bits(t.detach()).clone() for t in tensors]
     with pytest.raises(error, match=match):
         h3mlp.fc1_swiglu_fp8(*inputs, **options)
@@ -32,13 +34,22 @@ INPUT_CASES = [
     (
         "x",
         lambda t: t.numpy(force=True) if t.dtype != torch.bfloat16 else t.float().numpy(),
-        "x must be a torch.Tensor",
+        "x must be a dense torch.Tensor",
     ),
-    ("x", lambda _: None, r"x must be a torch.Tensor; it is None \(NoneType\)"),
+    ("x", lambda _: None, r"x must be a dense torch.Tensor; it is None \(NoneType\)"),
+    (
+        "x",
+        lambda t: t.to_sparse(),
+        r"x must be a dense torch.Tensor; it is bfloat16 \[70, 384\] of layout torch.sparse_coo",
+    ),
     ("x_norm_weight", lambda t: t.half(), r"x_norm_weight must be bfloat16 \[384\]; it is float16 \[384\]"),
     ("x_norm_weight", lambda t: t[:-1], r"x_norm_weight must be bfloat16 \[384\]; it is bfloat16 \[383\]"),
     ("x_norm_weight", wide, "x_norm_weight must be contiguous; it is .*strides"),
-    ("x_norm_weight", lambda t: t.to("meta"), "x_norm_weight must be on cpu; it is .* on meta"),
+    (
+        "x_norm_weight",
+        lambda t: t.to("meta"),
+        "x_norm_weight must be on cpu like the other arguments; it is .* on meta",
+    ),
     ("adaln_scale", lambda t: t.float(), r"adaln_scale must be bfloat16 \[R, 384\]; it is float32"),
     ("adaln_scale", lambda t: t[:0], r"adaln_scale must be bfloat16 \[R, 384\] with R >= 1; it is bfloat16 \[0, 384\]"),
     ("adaln_scale", lambda t: t.to("meta"), "adaln_scale must be on cpu"),
@@ -85,7 +96,7 @@ BUFFER_CASES = [
     ("out", lambda t: t.flatten(), r"out must be bfloat16 \[M, 128\]"),
     ("out", wide, "out must be contiguous"),
     ("out", lambda t: t.to("meta"), "out must be on cpu"),
-    ("out", lambda _: 7, r"out must be a torch.Tensor; it is 7 \(int\)"),
+    ("out", lambda _: 7, r"out must be a dense torch.Tensor; it is 7 \(int\)"),
     ("workspace_q", lambda t: t[:-1], r"workspace_q must be float8_e4m3fn \[M, 384\] with M >= 70"),
     ("workspace_q", lambda t: t.view(torch.uint8), r"workspace_q must be float8_e4m3fn .*; it is uint8"),
     ("workspace_q", lambda t: t.T.contiguous().T, "workspace_q must be contiguous"),
@@ -203,7 +214,7 @@ def test_more_than_2_to_the_24_rows(inputs):
 def test_the_models_function_checks_its_dimensions(inputs):
     with pytest.raises(ValueError, match=r"fc1_weight_q must be \[28672, 5376\].*; it is float8_e4m3fn \[256, 384\]"):
         h3mlp.minimax_h3_fc1_swiglu_fp8(*inputs)
-    with pytest.raises(ValueError, match=r"fc1_weight_q must be a torch\.Tensor"):
+    with pytest.raises(ValueError, match=r"fc1_weight_q must be a dense torch\.Tensor"):
         h3mlp.minimax_h3_fc1_swiglu_fp8(*inputs[:5], None, None)
 
 

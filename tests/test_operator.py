@@ -156,6 +156,47 @@ class TestAccepted:
         torch.testing.assert_close(got, reference.fc1_swiglu_fp8(*layer.activations, *weight), rtol=2**-6, atol=1e-4)
 
 
+class TestSurroundings:
+    """What a program around the operator may have switched on does not reach into it."""
+
+    def run(self, inputs):
+        buffers = nan_buffers(70)
+        h3mlp.fc1_swiglu_fp8(*inputs, **buffers._asdict())
+        return buffers
+
+    def assert_as_usual(self, got, inputs):
+        for have, want in zip(got, self.run(inputs), strict=True):
+            assert torch.equal(bits(have), bits(want))
+
+    def test_autocast(self, inputs, layer):
+        want = reference.fc1_swiglu_fp8(*inputs)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            got = self.run(inputs)
+            prepared = h3mlp.prepare_fc1_weight_fp8(layer.weight)
+            assert torch.equal(reference.fc1_swiglu_fp8(*inputs), want)
+        self.assert_as_usual(got, inputs)
+        assert torch.equal(bits(prepared[0]), bits(inputs.fc1_weight_q))
+        assert torch.equal(prepared[1], inputs.fc1_weight_scale)
+
+    def test_default_device(self, inputs, layer):
+        want = reference.fc1_swiglu_fp8(*inputs)
+        buffers = nan_buffers(70)
+        with torch.device("meta"):
+            h3mlp.fc1_swiglu_fp8(*inputs, **buffers._asdict())
+            assert h3mlp.prepare_fc1_weight_fp8(layer.weight)[0].device.type == "cpu"
+            assert torch.equal(reference.fc1_swiglu_fp8(*inputs), want)
+        self.assert_as_usual(buffers, inputs)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+    def test_default_dtype(self, inputs, dtype):
+        torch.set_default_dtype(dtype)
+        try:
+            got = self.run(inputs)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        self.assert_as_usual(got, inputs)
+
+
 def test_the_model_at_its_real_size():
     """Two rows through the drop-in, so that its dimensions are run and not only checked. Tolerance: an E4M3 product of
     5376 terms accumulated in FP32 is off by about 2^-20 of h; 99% of the BF16 outputs equal."""

@@ -78,7 +78,7 @@ def test_prepare_refuses():
     refused(r"fc1_weight must be .*it is bfloat16 \[128, 64\]", good[:, :64])
     refused(r"fc1_weight must be .*it is bfloat16 \[128\]", good[:, 0])
     refused(r"fc1_weight must be .*it is bfloat16 \[0, 128\]", good[:0])
-    refused(r"fc1_weight must be a torch.Tensor; it is None", None)
+    refused(r"fc1_weight must be a dense torch.Tensor; it is None", None)
     refused(r"chunk_rows must be a positive int; it is 0", good, chunk_rows=0)
     refused(r"chunk_rows must be a positive int; it is 2.5", good, chunk_rows=2.5)
     refused(r"fc1_weight must have its gate rows before", contract.tag_row_order(good.clone(), contract.PACKED))
@@ -87,7 +87,7 @@ def test_prepare_refuses():
 def test_the_models_prepare_checks_its_dimensions(layer):
     with pytest.raises(ValueError, match=r"fc1_weight must be \[28672, 5376\].*it is bfloat16 \[256, 384\]"):
         h3mlp.prepare_minimax_h3_fc1_weight_fp8(layer.weight)
-    with pytest.raises(ValueError, match=r"fc1_weight must be a torch\.Tensor"):
+    with pytest.raises(ValueError, match=r"fc1_weight must be a dense torch\.Tensor"):
         h3mlp.prepare_minimax_h3_fc1_weight_fp8("weight.safetensors")
 
 
@@ -146,7 +146,7 @@ class TestPackedFC1:
             ("scale must be in packed row order", (weight, h3mlp.unpack_fc1_rows(scale))),
             (r"scale must be float32 \[256\]", (weight, scale[:-1])),
             ("scale must be on cpu", (weight, scale.to("meta"))),
-            ("scale must be a torch.Tensor", (weight, 1.0)),
+            ("scale must be a dense torch.Tensor", (weight, 1.0)),
         ):
             with pytest.raises(ValueError, match=match):
                 h3mlp.PackedFC1(*arguments)

@@ -17,12 +17,14 @@ def refuse(name: str, want: str, got: object) -> NoReturn:
 def describe(value: object) -> str:
     if not isinstance(value, torch.Tensor):
         return f"{value!r} ({type(value).__name__})"
+    if value.layout != torch.strided:
+        return f"{_name(value.dtype)} {list(value.shape)} of layout {value.layout}"
     return f"{_name(value.dtype)} {list(value.shape)} with strides {tuple(value.stride())} on {value.device}"
 
 
 def tensor(name: str, value: object) -> None:
-    if not isinstance(value, torch.Tensor):
-        refuse(name, "a torch.Tensor", value)
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        refuse(name, "a dense torch.Tensor", value)
 
 
 def positive_int(name: str, value: object) -> None:
@@ -150,7 +152,7 @@ def _is_fc1_shape(value: torch.Tensor) -> bool:
 
 def _on_device(name: str, value: torch.Tensor, device: torch.device) -> None:
     if value.device != device:
-        refuse(name, f"on {device}", value)
+        refuse(name, f"on {device} like the other arguments", value)
 
 
 def _contiguous(name: str, value: torch.Tensor) -> None:

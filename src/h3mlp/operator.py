@@ -13,7 +13,7 @@ _INPUTS = (
     "Tensor fc1_weight_q, Tensor fc1_weight_scale, float eps"
 )
 _BUFFERS = "Tensor(a!) out, Tensor(b!) workspace_q, Tensor(c!) workspace_scale"
-# What was checked at trace time is the strides of then: a compiler must not lay the tensors out anew.
+# The strides are checked when a graph is traced, so a compiler must not lay the tensors out anew afterwards.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 torch.library.define("h3mlp::fc1_swiglu_fp8", f"({_INPUTS}) -> Tensor", tags=_TAGS)

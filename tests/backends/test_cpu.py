@@ -59,6 +59,16 @@ def test_stage_2_share():
     assert (out == want.y).float().mean() >= 0.999
 
 
+def test_a_weight_at_an_odd_byte():
+    inputs, buffers, want = make(5), nan_buffers(5), nan_buffers(5)
+    arena = torch.zeros(inputs.fc1_weight_q.numel() + 1, dtype=torch.uint8)
+    odd = arena[1:].view(contract.QUANTIZED).view(inputs.fc1_weight_q.shape)
+    odd.copy_(inputs.fc1_weight_q)
+    cpu.run(inputs, 1e-5, want)
+    cpu.run(inputs._replace(fc1_weight_q=odd), 1e-5, buffers)
+    assert torch.equal(buffers.out, want.out)
+
+
 def test_edge_rows_through_both_stages():
     inputs, buffers = make(6), nan_buffers(6)
     inputs.x[0] = 0

@@ -55,11 +55,11 @@ def gemm_swiglu(
     table = _e4m3_pairs()
     packed_q = w_q.view(ffn // group, 2, group, hidden)
     packed_scale = w_scale.view(ffn // group, 2, group)
-    weights = torch.empty((2 * columns, hidden), dtype=torch.float32)
+    weights = a_q.new_empty((2 * columns, hidden), dtype=torch.float32)
     for first_row in range(0, rows, GEMM_ROWS):
         block = slice(first_row, first_row + GEMM_ROWS)
         a = a_q[block].float()
-        acc = torch.empty((a.shape[0], 2 * columns), dtype=torch.float32)
+        acc = a.new_empty((a.shape[0], 2 * columns))
         for first in range(0, ffn, columns):
             width = min(columns, ffn - first)
             groups = slice(first // group, (first + width) // group)
@@ -79,6 +79,10 @@ def _e4m3_pairs() -> torch.Tensor:
 
 
 def _decode(codes: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
-    """E4M3 [..., H] to FP32 of the same number of elements, two codes a look-up: 2.3 times torch's conversion."""
+    """E4M3 [..., H] to FP32 of the same number of elements, two codes a look-up: twice as fast as torch's conversion.
+    That one serves a weight that begins at an odd byte of its storage."""
+    if codes.storage_offset() % 2:
+        out.view(codes.shape).copy_(codes)
+        return
     pairs = codes.view(torch.uint16).int().view(-1)
     torch.index_select(table, 0, pairs, out=out.view(torch.int64).view(-1))
