@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import FFN, HIDDEN, bits, nan_buffers
+from helpers import FFN, HIDDEN, bits, nan_buffers
 
 import h3mlp
 from h3mlp import contract
@@ -180,6 +180,8 @@ class TestRequiresGrad:
         refused(self.message, bad, error=RuntimeError)
         with pytest.raises(RuntimeError, match=self.message):
             torch.ops.h3mlp.fc1_swiglu_fp8(*bad, 1e-5)
+        with pytest.raises(RuntimeError, match=self.message):
+            torch.ops.h3mlp.fc1_swiglu_fp8_out(*bad, 1e-5, *nan_buffers(70))
 
     def test_buffer(self, inputs):
         refused(self.message, inputs, error=RuntimeError, out=nan_buffers(70).out.requires_grad_())

@@ -3,7 +3,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import FFN, HIDDEN, TABLE_ROWS, bits, nan_buffers
+from helpers import FFN, HIDDEN, TABLE_ROWS, bits, nan_buffers
 
 import h3mlp
 from h3mlp import contract, reference, synthetic

@@ -1,5 +1,5 @@
 import torch
-from conftest import FFN, HIDDEN
+from helpers import FFN, HIDDEN
 
 import h3mlp
 from h3mlp import accuracy, synthetic

@@ -1,7 +1,7 @@
 import numpy_contract as oracle
 import pytest
 import torch
-from conftest import FFN, HIDDEN, Allocations, bits
+from helpers import FFN, HIDDEN, Allocations, bits
 
 import h3mlp
 from h3mlp import contract

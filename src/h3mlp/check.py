@@ -176,9 +176,7 @@ def _matrix(name: str, value: torch.Tensor, rows: str, columns: int, device: tor
 
 
 def _span(value: torch.Tensor) -> tuple[int, int]:
-    """The address of the first byte, and of the byte past the last; (0, 0) for an empty tensor, which overlaps none."""
-    if not value.numel():
-        return 0, 0
+    """The address of the first byte, and of the byte past the last."""
     elements = 1
     for size, stride in zip(value.shape, value.stride(), strict=True):
         elements += (size - 1) * stride

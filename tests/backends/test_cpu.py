@@ -1,6 +1,6 @@
 import pytest
 import torch
-from conftest import FFN, HIDDEN, Allocations, bits, nan_buffers
+from helpers import FFN, HIDDEN, Allocations, bits, nan_buffers
 from hypothesis import given
 from hypothesis import strategies as st
 

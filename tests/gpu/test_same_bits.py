@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import bits
+from helpers import bits
 
 import h3mlp
 from h3mlp import contract, reference, synthetic
