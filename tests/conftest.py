@@ -5,6 +5,7 @@ from hypothesis import settings
 from h3mlp import contract, prepare_fc1_weight_fp8, synthetic
 
 settings.register_profile("h3mlp", deadline=None, max_examples=60, derandomize=True)
+settings.register_profile("thorough", deadline=None, max_examples=3000)  # make test ARGS=--hypothesis-profile=thorough
 settings.load_profile("h3mlp")
 
 

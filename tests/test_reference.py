@@ -35,11 +35,11 @@ def both(function, *arguments: np.ndarray):
 
 
 def exact_rn32(value: Fraction) -> np.float32:
-    """The FP32 number nearest to a rational, ties to even, by search around the float that Python rounds to."""
-    guess = np.float32(float(value))
-    if np.isinf(guess):
-        return guess
-    around = [np.nextafter(guess, np.float32(-np.inf)), guess, np.nextafter(guess, np.float32(np.inf))]
+    """The finite FP32 number nearest to a rational, ties to even, by search around the float that Python rounds to."""
+    largest = np.finfo(np.float32).max
+    with np.errstate(over="ignore"):
+        guess = np.clip(np.float32(float(value)), -largest, largest)
+        around = [np.nextafter(guess, np.float32(-np.inf)), guess, np.nextafter(guess, np.float32(np.inf))]
     around = [c for c in around if np.isfinite(c)]
     nearest = min(abs(Fraction(float(c)) - value) for c in around)
     tied = [c for c in around if abs(Fraction(float(c)) - value) == nearest]
