@@ -30,13 +30,9 @@ SAMPLE_ROWS = 16
 
 def eager_chain(layer: synthetic.Layer, weight_q: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
     """The operator as a plain chain of torch calls on weights in their natural row order."""
-    x, norm, scale, shift, index = layer.activations
-    n = reference.rms_norm(x, reference.reciprocal_rms(reference.sum_of_squares(x), x.shape[1], contract.EPS), norm)
-    a = reference.adaln(n, scale, shift, index)
-    s_row = reference.row_scale(a)
-    a_q = reference.quantize(a, s_row)
-    acc = a_q.float() @ weight_q.float().T
-    gate, up = reference.dequantize(acc, s_row, weight_scale).chunk(2, dim=-1)
+    stage1 = reference.norm_quant(*layer.activations)
+    acc = stage1.a_q.float() @ weight_q.float().T
+    gate, up = reference.dequantize(acc, stage1.s_row, weight_scale).chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
@@ -93,7 +89,7 @@ def main(rows: tuple[int, ...], rounds: int, keep: bool) -> None:
         )
     Console().print(table)
     if keep:
-        click.echo(save("cpu", {"rounds": rounds, "threads": torch.get_num_threads()}, results))
+        click.echo(save("cpu", {"rounds": rounds}, results))
 
 
 if __name__ == "__main__":

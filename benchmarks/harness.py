@@ -12,18 +12,16 @@ from h3mlp import doctor
 RESULTS = Path(__file__).parent / "results"
 
 
-def interleave(
-    calls: dict[str, Callable[[], object]], rounds: int, now: Callable[[], float] = time.perf_counter
-) -> dict[str, list[float]]:
+def interleave(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """Seconds of each call in each round, after one round to warm up. Every round runs every call, so that a machine
     that slows down slows all of them."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for measured in [False] + [True] * rounds:
         for name, call in calls.items():
-            start = now()
+            start = time.perf_counter()
             call()
             if measured:
-                seconds[name].append(now() - start)
+                seconds[name].append(time.perf_counter() - start)
     return seconds
 
 

@@ -3,10 +3,18 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from h3mlp import contract
+from h3mlp import contract, prepare_fc1_weight_fp8, synthetic
 
 HIDDEN, FFN, TABLE_ROWS = 384, 128, 4
 """Small, and with every shape of remainder: 48 vectors pad to 64."""
+
+
+def make_inputs(
+    rows: int, hidden: int = HIDDEN, ffn: int = FFN, table_rows: int = TABLE_ROWS, seed: int = 0
+) -> contract.Inputs:
+    """A synthetic batch and its prepared weight."""
+    layer = synthetic.layer(rows, hidden, ffn, table_rows, seed)
+    return contract.Inputs(*layer.activations, *prepare_fc1_weight_fp8(layer.weight))
 
 
 def nan_buffers(rows: int, hidden: int = HIDDEN, ffn: int = FFN) -> contract.Buffers:

@@ -3,7 +3,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import FFN, HIDDEN, TABLE_ROWS, bits, nan_buffers
+from helpers import FFN, HIDDEN, TABLE_ROWS, bits, make_inputs, nan_buffers
 
 import h3mlp
 from h3mlp import contract, reference, synthetic
@@ -119,11 +119,9 @@ class TestAccepted:
 
     @pytest.mark.parametrize("rows", [1, 6, 70, 1000])
     def test_any_number_of_table_rows(self, rows):
-        layer = synthetic.layer(70, HIDDEN, FFN, rows)
-        weight = h3mlp.prepare_fc1_weight_fp8(layer.weight)
-        buffers = nan_buffers(70)
-        h3mlp.fc1_swiglu_fp8(*layer.activations, *weight, **buffers._asdict())
-        want = reference.fc1_swiglu_fp8(*layer.activations, *weight, return_intermediates=True)
+        inputs, buffers = make_inputs(70, table_rows=rows), nan_buffers(70)
+        h3mlp.fc1_swiglu_fp8(*inputs, **buffers._asdict())
+        want = reference.fc1_swiglu_fp8(*inputs, return_intermediates=True)
         assert torch.equal(bits(buffers.workspace_q), bits(want.a_q))
 
     def test_tables_of_one_row_for_all(self, inputs):
@@ -150,10 +148,9 @@ class TestAccepted:
 
     @pytest.mark.parametrize(("hidden", "ffn"), [(128, 64), (256, 192), (1152, 704)])
     def test_other_sizes(self, hidden, ffn):
-        layer = synthetic.layer(9, hidden, ffn)
-        weight = h3mlp.prepare_fc1_weight_fp8(layer.weight)
-        got = h3mlp.fc1_swiglu_fp8(*layer.activations, *weight)
-        torch.testing.assert_close(got, reference.fc1_swiglu_fp8(*layer.activations, *weight), rtol=2**-6, atol=1e-4)
+        inputs = make_inputs(9, hidden, ffn)
+        got = h3mlp.fc1_swiglu_fp8(*inputs)
+        torch.testing.assert_close(got, reference.fc1_swiglu_fp8(*inputs), rtol=2**-6, atol=1e-4)
 
 
 class TestSurroundings:

@@ -104,7 +104,7 @@ def run(rows: int, seed: int, announce: Callable[[str], None] = lambda _: None) 
     timed_again("bf16_layer", layer.forward_bf16)
 
     sample = spread(rows, SAMPLE_ROWS).to(device)
-    sampled = inputs._replace(x=inputs.x[sample], adaln_index=inputs.adaln_index[sample])
+    sampled = (*layer.rows(sample).activations, *weight)
     exact = timed("fp64_reference", lambda: reference.fc1_swiglu_fp8(*sampled, return_intermediates=True))
 
     announce("compare")

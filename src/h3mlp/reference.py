@@ -4,7 +4,7 @@ Stage 1 is the definition that every backend must reproduce bit for bit. Stage 2
 a product of two E4M3 numbers is a multiple of 2^-18 below 2^18, so a sum of up to 2^17 of them fits in 53 bits.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
@@ -14,8 +14,9 @@ ACCUMULATE_ROWS = 2048
 """Rows of the weight held in FP64 at a time: 88 MB at H = 5376, where the whole weight would take 1.2 GB."""
 
 
-class Intermediates(NamedTuple):
-    """Every value of the contract, in its order. ``h`` has gate columns first, then up columns."""
+@dataclass(frozen=True)
+class Stage1:
+    """Every value of stage 1, in the contract's order."""
 
     sum_of_squares: torch.Tensor  # FP32 [M]
     rstd: torch.Tensor  # FP32 [M]
@@ -23,6 +24,12 @@ class Intermediates(NamedTuple):
     a: torch.Tensor  # BF16 [M, H]
     s_row: torch.Tensor  # FP32 [M]
     a_q: torch.Tensor  # E4M3 [M, H]
+
+
+@dataclass(frozen=True)
+class Intermediates(Stage1):
+    """Every value of the contract. ``h`` has gate columns first, then up columns."""
+
     acc: torch.Tensor  # FP32 [M, 2F], packed column order
     h: torch.Tensor  # BF16 [M, 2F]
     y: torch.Tensor  # BF16 [M, F]
@@ -96,10 +103,15 @@ def adaln(n: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, index: torc
     return torch.where(inside[:, None], a, torch.zeros_like(a))
 
 
+def e4m3_scale(amax: torch.Tensor) -> torch.Tensor:
+    """RN(max(amax, 1e-12) / 448), of activation rows and of weight rows: FP32, any shape. A NaN stays NaN."""
+    return divide(amax.clamp(min=contract.AMAX_FLOOR), contract.E4M3_MAX)
+
+
 def row_scale(a: torch.Tensor) -> torch.Tensor:
     """Step 7: BF16 [M, H] to FP32 [M]."""
     magnitude = a.float().abs().nan_to_num_(nan=0.0, posinf=torch.inf)
-    return divide(magnitude.amax(-1).clamp(min=contract.AMAX_FLOOR), contract.E4M3_MAX)
+    return e4m3_scale(magnitude.amax(-1))
 
 
 def saturate_(v: torch.Tensor) -> torch.Tensor:
@@ -112,6 +124,23 @@ def saturate_(v: torch.Tensor) -> torch.Tensor:
 def quantize(a: torch.Tensor, s_row: torch.Tensor) -> torch.Tensor:
     """Step 8: BF16 [M, H] and FP32 [M] to E4M3 [M, H]."""
     return saturate_(divide(a.float(), s_row[:, None])).to(contract.QUANTIZED)
+
+
+def norm_quant(
+    x: torch.Tensor,
+    x_norm_weight: torch.Tensor,
+    adaln_scale: torch.Tensor,
+    adaln_shift: torch.Tensor,
+    adaln_index: torch.Tensor,
+    eps: float = contract.EPS,
+) -> Stage1:
+    """Steps 1 to 8. Shapes as in ``contract.Inputs``."""
+    ss = sum_of_squares(x)
+    rstd = reciprocal_rms(ss, x.shape[-1], eps)
+    n = rms_norm(x, rstd, x_norm_weight)
+    a = adaln(n, adaln_scale, adaln_shift, adaln_index)
+    s_row = row_scale(a)
+    return Stage1(ss, rstd, n, a, s_row, quantize(a, s_row))
 
 
 def accumulate(a_q: torch.Tensor, w_q: torch.Tensor) -> torch.Tensor:
@@ -158,15 +187,10 @@ def fc1_swiglu_fp8(
 
     Returns y, BF16 [M, F], or all ``Intermediates`` on request.
     """
-    ss = sum_of_squares(x)
-    rstd = reciprocal_rms(ss, x.shape[-1], eps)
-    n = rms_norm(x, rstd, x_norm_weight)
-    a = adaln(n, adaln_scale, adaln_shift, adaln_index)
-    s_row = row_scale(a)
-    a_q = quantize(a, s_row)
-    acc = accumulate(a_q, fc1_weight_q)
-    gate, up = gate_and_up(dequantize(acc, s_row, fc1_weight_scale))
+    stage1 = norm_quant(x, x_norm_weight, adaln_scale, adaln_shift, adaln_index, eps)
+    acc = accumulate(stage1.a_q, fc1_weight_q)
+    gate, up = gate_and_up(dequantize(acc, stage1.s_row, fc1_weight_scale))
     y = swiglu(gate, up)
     if not return_intermediates:
         return y
-    return Intermediates(ss, rstd, n, a, s_row, a_q, acc, torch.cat([gate, up], dim=-1), y)
+    return Intermediates(**vars(stage1), acc=acc, h=torch.cat([gate, up], dim=-1), y=y)

@@ -40,7 +40,7 @@ def prepare_fc1_weight_fp8(fc1_weight: torch.Tensor, chunk_rows: int = 2048) -> 
             bf16 = source[first * group : (first + step) * group]
             fp32 = chunk[: bf16.shape[0]].copy_(bf16)
             low, high = fp32.aminmax(dim=1)
-            scale = reference.divide(torch.maximum(high, -low).clamp(min=contract.AMAX_FLOOR), contract.E4M3_MAX)
+            scale = reference.e4m3_scale(torch.maximum(high, -low))
             reference.saturate_(fp32.div_(scale[:, None]))
             packed_scale[first : first + step, half] = scale.view(-1, group)
             packed_q[first : first + step, half] = fp32.view(-1, group, hidden)

@@ -1,22 +1,16 @@
 import pytest
 import torch
-from helpers import FFN, HIDDEN, Allocations, bits, nan_buffers
+from helpers import Allocations, bits, make_inputs, nan_buffers
 from hypothesis import given
 from hypothesis import strategies as st
 
-import h3mlp
-from h3mlp import contract, reference, synthetic
+from h3mlp import contract, reference
 from h3mlp.backends import cpu
-
-
-def make(rows: int, hidden: int = HIDDEN, ffn: int = FFN, seed: int = 0) -> contract.Inputs:
-    layer = synthetic.layer(rows, hidden, ffn, 4, seed)
-    return contract.Inputs(*layer.activations, *h3mlp.prepare_fc1_weight_fp8(layer.weight))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 63, 64, 65, 127, 128, 129, 300])
 def test_stage_1_is_the_reference_bit_for_bit(rows):
-    inputs, buffers = make(rows), nan_buffers(rows)
+    inputs, buffers = make_inputs(rows), nan_buffers(rows)
     cpu.norm_quant(inputs, 1e-5, buffers.workspace_q, buffers.workspace_scale)
     want = reference.fc1_swiglu_fp8(*inputs, return_intermediates=True)
     assert torch.equal(bits(buffers.workspace_q), bits(want.a_q))
@@ -40,7 +34,7 @@ def test_stage_2_in_blocks(monkeypatch, rows, ffn, gemm_rows, gemm_columns):
     """Blocks that divide the problem and blocks that leave rests. Tolerance as in ``test_stage_2_share``."""
     monkeypatch.setattr(cpu, "GEMM_ROWS", gemm_rows)
     monkeypatch.setattr(cpu, "GEMM_COLUMNS", gemm_columns)
-    inputs = make(rows, ffn=ffn)
+    inputs = make_inputs(rows, ffn=ffn)
     want = reference.fc1_swiglu_fp8(*inputs, return_intermediates=True)
     out = torch.full((rows, ffn), torch.nan, dtype=torch.bfloat16)
     cpu.gemm_swiglu(want.a_q, want.s_row, inputs.fc1_weight_q, inputs.fc1_weight_scale, out)
@@ -52,7 +46,7 @@ def test_stage_2_share():
     """At the model's hidden size at least 99.9% of the outputs equal the FP64 reference. An FP32 sum of 5376 exact
     products in blocks is off by about 2^-22 of the sum's RMS; a BF16 rounding boundary lies within that of one h in
     2^12, and each y has two h and one g."""
-    inputs = make(64, hidden=5376, ffn=1024)
+    inputs = make_inputs(64, hidden=5376, ffn=1024)
     want = reference.fc1_swiglu_fp8(*inputs, return_intermediates=True)
     out = torch.full((64, 1024), torch.nan, dtype=torch.bfloat16)
     cpu.gemm_swiglu(want.a_q, want.s_row, inputs.fc1_weight_q, inputs.fc1_weight_scale, out)
@@ -60,7 +54,7 @@ def test_stage_2_share():
 
 
 def test_a_weight_at_an_odd_byte():
-    inputs, buffers, want = make(5), nan_buffers(5), nan_buffers(5)
+    inputs, buffers, want = make_inputs(5), nan_buffers(5), nan_buffers(5)
     arena = torch.zeros(inputs.fc1_weight_q.numel() + 1, dtype=torch.uint8)
     odd = arena[1:].view(contract.QUANTIZED).view(inputs.fc1_weight_q.shape)
     odd.copy_(inputs.fc1_weight_q)
@@ -70,7 +64,7 @@ def test_a_weight_at_an_odd_byte():
 
 
 def test_edge_rows_through_both_stages():
-    inputs, buffers = make(6), nan_buffers(6)
+    inputs, buffers = make_inputs(6), nan_buffers(6)
     inputs.x[0] = 0
     inputs.x[1] = torch.nan
     inputs.x[2] = 3e38
@@ -92,7 +86,7 @@ def test_memory_is_bounded(monkeypatch):
     decoded weight [2F, H] in FP32 (1,572,864): the largest is the constant table of code pairs (524,288 bytes)."""
     monkeypatch.setattr(cpu, "GEMM_ROWS", 32)
     monkeypatch.setattr(cpu, "GEMM_COLUMNS", 64)
-    inputs, buffers = make(512, ffn=512), nan_buffers(512, ffn=512)
+    inputs, buffers = make_inputs(512, ffn=512), nan_buffers(512, ffn=512)
     with Allocations(*inputs, *buffers) as made:
         cpu.run(inputs, 1e-5, buffers)
     assert max(made.sizes) == 2**16 * 8

@@ -37,12 +37,9 @@ def norm_quant(inputs: contract.Inputs, eps: float, a_q: torch.Tensor, s_row: to
     """Stage 1: x [M, H] to codes a_q [M, H] and scales s_row [M]."""
     for first in range(0, inputs.x.shape[0], NORM_ROWS):
         block = slice(first, first + NORM_ROWS)
-        x = inputs.x[block]
-        rstd = reference.reciprocal_rms(reference.sum_of_squares(x), x.shape[1], eps)
-        n = reference.rms_norm(x, rstd, inputs.x_norm_weight)
-        a = reference.adaln(n, inputs.adaln_scale, inputs.adaln_shift, inputs.adaln_index[block])
-        s_row[block] = reference.row_scale(a)
-        a_q[block] = reference.quantize(a, s_row[block])
+        rows = inputs._replace(x=inputs.x[block], adaln_index=inputs.adaln_index[block])
+        stage1 = reference.norm_quant(*rows[:5], eps)
+        s_row[block], a_q[block] = stage1.s_row, stage1.a_q
 
 
 def gemm_swiglu(
