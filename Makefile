@@ -5,7 +5,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt src/h3mlp/_version.py
 
-.PHONY: demo test bench doctor format clean
+# The compiler of the GPU kernels: for the CUDA version of this machine's driver, none without a GPU.
+# make EXTRA=cu12 chooses by hand.
+EXTRA ?= $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[A-Za-z ]*Version: *\([0-9][0-9]*\).*/\1/p' | \
+  awk 'NR == 1 { print ($$1 < 13 ? "cu12" : "cu13") }')
+COMMA := ,
+
+.PHONY: demo test gpu-test kernels bench doctor format clean
 
 demo: $(VENV)/plain.stamp  ## run one real-size layer and check it; ARGS='--rows 64 --plot error.png'
 	@$(BIN)/h3mlp demo $(ARGS)
@@ -18,8 +24,14 @@ test: $(VENV)/dev.stamp  ## ruff and pytest; ARGS='-k operator'
 	$(BIN)/ruff format --check .
 	$(BIN)/pytest$(if $(ARGS), $(ARGS))
 
+gpu-test: $(VENV)/dev.stamp  ## the tests that need a GPU; ARGS='-k same_bits'
+	$(BIN)/pytest tests/gpu$(if $(ARGS), $(ARGS))
+
+kernels: $(VENV)/dev.stamp  ## compile the GPU kernels, without a GPU, and read their machine code; ARGS='--arch sm_90a'
+	@$(BIN)/h3mlp kernels $(ARGS)
+
 bench: $(VENV)/dev.stamp  ## the operator beside its peers; ARGS='--rows 256'
-	@$(BIN)/python -m benchmarks.cpu $(ARGS)
+	@$(BIN)/h3mlp bench $(ARGS)
 
 format: $(VENV)/dev.stamp
 	$(BIN)/ruff check --fix .
@@ -38,9 +50,9 @@ $(VENV)/python.stamp:
 	@touch $@
 
 $(VENV)/plain.stamp: $(VENV)/python.stamp $(INPUTS)
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[plot]'
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[plot$(addprefix $(COMMA),$(EXTRA))]'
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/python.stamp $(INPUTS)
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev,$(or $(EXTRA),cu13)]'
 	@touch $@ $(VENV)/plain.stamp

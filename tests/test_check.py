@@ -6,7 +6,7 @@ import torch
 from helpers import FFN, HIDDEN, bits, nan_buffers
 
 import h3mlp
-from h3mlp import contract
+from h3mlp import check, contract
 
 
 def refused(match, inputs, error=ValueError, **options):
@@ -130,6 +130,74 @@ def test_eps_of_other_number_types(inputs, eps):
     assert h3mlp.fc1_swiglu_fp8(*inputs, eps=eps).isfinite().all()
 
 
+@pytest.mark.parametrize("accumulate", ["FP32", "", "fp16", None, True, 32, b"fp32", ["fp32"], np.array(["fp32"])])
+def test_accumulate(inputs, accumulate):
+    refused("accumulate must be 'fp32' or 'fast'; it is", inputs, accumulate=accumulate)
+    refused("accumulate must be 'fp32' or 'fast'; it is", inputs, accumulate=accumulate, **nan_buffers(70)._asdict())
+
+
+class TestAfterAnAcceptedCall:
+    """Metadata that were accepted are not checked again; what they do not show, is."""
+
+    def test_row_order(self, inputs):
+        h3mlp.fc1_swiglu_fp8(*inputs)
+        for name in ("fc1_weight_q", "fc1_weight_scale"):
+            tagged = contract.tag_row_order(getattr(inputs, name).clone(), contract.HALVES)
+            refused(f"{name} must be in packed row order", inputs._replace(**{name: tagged}))
+
+    def test_overlap(self, inputs):
+        buffers = nan_buffers(70)
+        h3mlp.fc1_swiglu_fp8(*inputs, **buffers._asdict())
+        out = inputs.x.view(-1)[: 70 * FFN].view(70, FFN)
+        refused("out must not overlap x", inputs, **buffers._replace(out=out)._asdict())
+
+    def test_requires_grad(self, inputs):
+        h3mlp.fc1_swiglu_fp8(*inputs)
+        refused("inference operator", inputs._replace(x=inputs.x.requires_grad_()), error=RuntimeError)
+
+    def test_a_sparse_tensor_of_the_same_shape_and_strides(self, inputs):
+        """One index, expanded: its stride is 0, as are all strides that a sparse tensor reports."""
+        index = torch.zeros((), dtype=torch.int64).expand(1)
+        one = inputs._replace(x=inputs.x[:1], adaln_index=index)
+        h3mlp.fc1_swiglu_fp8(*one)
+        sparse = index.clone().to_sparse()
+        assert (sparse.shape, sparse.stride(), sparse.dtype) == (index.shape, index.stride(), index.dtype)
+        refused("adaln_index must be a dense torch.Tensor", one._replace(adaln_index=sparse))
+
+    @pytest.mark.parametrize("name", contract.Inputs._fields)
+    def test_each_input_with_other_metadata(self, inputs, name):
+        h3mlp.fc1_swiglu_fp8(*inputs, **nan_buffers(70)._asdict())
+        good = getattr(inputs, name)
+        for bad in (good[:-1], good.double(), good.to("meta"), wide(good)):
+            refused(".* must be ", inputs._replace(**{name: bad}), **nan_buffers(70)._asdict())
+
+    def test_a_refusal_stays_one(self, inputs):
+        for _ in range(2):
+            refused("x must be bfloat16", inputs._replace(x=inputs.x.float()))
+
+    def test_overlap_that_more_rows_bring(self, inputs):
+        """The same addresses, of which the buffer's 35 rows end where x begins and its 70 do not."""
+        arena = torch.zeros(35 * FFN + 70 * HIDDEN, dtype=torch.bfloat16)
+        x = arena[35 * FFN :].view(70, HIDDEN)
+        x.copy_(inputs.x)
+        buffers = nan_buffers(70)._replace(out=arena[: 70 * FFN].view(70, FFN))
+        few = inputs._replace(x=x[:35], adaln_index=inputs.adaln_index[:35])
+        want = h3mlp.fc1_swiglu_fp8(*few)
+        for _ in range(2):
+            assert torch.equal(h3mlp.fc1_swiglu_fp8(*few, **buffers._asdict()), want)
+            refused("out must not overlap x", inputs._replace(x=x), **buffers._asdict())
+
+    def test_what_is_remembered_is_bounded(self, inputs, monkeypatch):
+        monkeypatch.setattr(check, "_ACCEPTED", {})
+        monkeypatch.setattr(check, "_APART", set())
+        monkeypatch.setattr(check, "_REMEMBERED", 4)
+        for rows in range(1, 10):
+            some = inputs._replace(x=inputs.x[:rows], adaln_index=inputs.adaln_index[:rows])
+            h3mlp.fc1_swiglu_fp8(*some, **nan_buffers(rows)._asdict())
+            assert 1 <= len(check._ACCEPTED) <= 4
+            assert 1 <= len(check._APART) <= 4
+
+
 class TestOverlap:
     """out and the workspaces against the inputs and each other. Arenas are allocated whole and cut."""
 
@@ -170,6 +238,11 @@ class TestOverlap:
         assert torch.equal(h3mlp.fc1_swiglu_fp8(*inputs._replace(x=x), out=arena.view(-1, FFN)), want)
         assert torch.equal(x, inputs.x)
 
+    def test_without_rows_nothing_is_written(self, inputs):
+        out = inputs.fc1_weight_q.view(-1)[128:].view(torch.bfloat16)[: 70 * FFN].view(70, FFN)
+        none = inputs._replace(x=inputs.x[:0], adaln_index=inputs.adaln_index[:0])
+        assert h3mlp.fc1_swiglu_fp8(*none, out=out).shape == (0, FFN)
+
 
 class TestRequiresGrad:
     message = "inference operator"
@@ -179,9 +252,9 @@ class TestRequiresGrad:
         bad = inputs._replace(**{name: getattr(inputs, name).clone().requires_grad_()})
         refused(self.message, bad, error=RuntimeError)
         with pytest.raises(RuntimeError, match=self.message):
-            torch.ops.h3mlp.fc1_swiglu_fp8(*bad, 1e-5)
+            torch.ops.h3mlp.fc1_swiglu_fp8(*bad, 1e-5, "fp32")
         with pytest.raises(RuntimeError, match=self.message):
-            torch.ops.h3mlp.fc1_swiglu_fp8_out(*bad, 1e-5, *nan_buffers(70))
+            torch.ops.h3mlp.fc1_swiglu_fp8_out(*bad, 1e-5, "fp32", *nan_buffers(70))
 
     def test_buffer(self, inputs):
         refused(self.message, inputs, error=RuntimeError, out=nan_buffers(70).out.requires_grad_())
@@ -222,11 +295,13 @@ def test_the_models_function_checks_its_dimensions(inputs):
 
 def test_a_direct_call_of_the_torch_operator_is_checked_too(inputs):
     with pytest.raises(ValueError, match="x must be bfloat16"):
-        torch.ops.h3mlp.fc1_swiglu_fp8(inputs.x.float(), *inputs[1:], 1e-5)
+        torch.ops.h3mlp.fc1_swiglu_fp8(inputs.x.float(), *inputs[1:], 1e-5, "fp32")
     with pytest.raises(ValueError, match="eps must be"):
-        torch.ops.h3mlp.fc1_swiglu_fp8(*inputs, 0.0)
+        torch.ops.h3mlp.fc1_swiglu_fp8(*inputs, 0.0, "fp32")
+    with pytest.raises(ValueError, match="accumulate must be"):
+        torch.ops.h3mlp.fc1_swiglu_fp8(*inputs, 1e-5, "fp16")
     buffers = nan_buffers(70)
     with pytest.raises(ValueError, match="out must not overlap x"):
         torch.ops.h3mlp.fc1_swiglu_fp8_out(
-            *inputs, 1e-5, *buffers._replace(out=inputs.x.view(-1)[: 70 * FFN].view(70, FFN))
+            *inputs, 1e-5, "fp32", *buffers._replace(out=inputs.x.view(-1)[: 70 * FFN].view(70, FFN))
         )

@@ -1,14 +1,16 @@
 """The command as a user calls it: another process, its output and its exit code."""
 
+import io
 import json
 import os
 import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
 import h3mlp
-from h3mlp import cli
+from h3mlp import cli, doctor
 
 
 def call(*arguments: str, **options) -> subprocess.CompletedProcess:
@@ -42,6 +44,7 @@ def test_help(arguments):
         (("demo", "--fast"), "No such option '--fast'."),
         (("run",), "No such command 'run'."),
         (("doctor", "--yaml"), "No such option '--yaml'."),
+        (("kernels", "--arch"), "Option '--arch' requires an argument."),
     ],
 )
 def test_bad_arguments_are_one_line_and_exit_code_2(arguments, message, capsys):
@@ -69,11 +72,24 @@ def test_doctor():
         assert part in done.stdout
 
 
-def test_doctor_json():
-    found = json.loads(call("doctor", "--json").stdout)
+def test_doctor_json(tmp_path):
+    (tmp_path / "kernel.o").write_bytes(bytes(1000))
+    found = json.loads(call("doctor", "--json", env={**os.environ, "H3MLP_CACHE_DIR": str(tmp_path)}).stdout)
     assert found["environment"]["h3mlp"] == h3mlp.__version__
+    assert {"cute_dsl", "cute_dsl_cuda", "tvm_ffi"} <= found["environment"].keys()
+    assert found["kernel_cache"] == {"folder": str(tmp_path), "files": 1, "bytes": 1000}
     assert {"device", "backend", "serves", "reason"} <= found["backends"][0].keys()
     assert any(row["device"] == "cpu" and row["backend"] == "cpu" and row["serves"] for row in found["backends"])
+
+
+def test_doctor_names_what_is_missing():
+    found = doctor.report()
+    for name in ("cute_dsl", "cute_dsl_cuda", "tvm_ffi"):
+        found["environment"][name] = None
+    console = Console(file=io.StringIO(), width=200, markup=False)
+    console.print(doctor.render(found))
+    rows = [line for line in console.file.getvalue().splitlines() if "none: pip install 'h3mlp[cu" in line]
+    assert [row.split()[0] for row in rows] == ["cute_dsl", "cute_dsl_cuda", "tvm_ffi"]
 
 
 def test_demo_prints_its_tables(tmp_path):

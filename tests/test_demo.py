@@ -2,12 +2,15 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 
 from h3mlp import demo
 from h3mlp.accuracy import Accuracy
+from h3mlp.bench.record import Error, Result, Times
 
 
 @pytest.fixture
@@ -24,6 +27,7 @@ def good() -> demo.Demo:
         seconds={"operator": 1.0},
         against_bf16=Accuracy(0.05, 25.3, 0.03, 2),
         against_fp64=Accuracy(0.0, math.inf, 1.0, 2),
+        violations=0,
         stage1_identical=True,
         error_of_rms=torch.zeros(2),
         steps_from_fp64=torch.zeros(2, dtype=torch.int32),
@@ -34,6 +38,7 @@ def good() -> demo.Demo:
     "wrong",
     [
         {"stage1_identical": False},
+        {"violations": 1},
         {"against_fp64": Accuracy(1e-3, 60.0, 0.998, 2)},
         {"against_bf16": Accuracy(1.4, -3.0, 0.0, 2)},
         {"against_bf16": Accuracy(math.nan, math.nan, 0.0, 2)},
@@ -44,6 +49,25 @@ def test_each_condition_counts(good, wrong):
     bad = demo.Demo(**{**vars(good), **wrong})
     assert not bad.ok
     assert bad.as_json()["ok"] is False
+
+
+def test_on_a_gpu_the_tolerance_decides_and_the_chain_is_beside(good):
+    """A Hopper GPU's sums move a tenth of the outputs by a step of BF16."""
+    times = Times(rounds=20, median_us=1000.0, lower_us=990.0, upper_us=1010.0, burst_us=900.0)
+    ours = Result(2, "h3mlp", 10**12, 1, times, Error(1e-3, 0, 2))
+    chain = Result(2, "chain, compiled", 10**12, 1, replace(times, median_us=1250.0), Error(2e-2, 0, 2))
+    lost = replace(chain, peer="chain, eager", times=None, error=None, skipped="out of device memory")
+    off = Accuracy(1e-3, 60.0, 0.9, 2)
+    assert not replace(good, against_fp64=off).ok
+    gpu = replace(good, device="cuda:0", against_fp64=off, chains=(ours, chain, lost))
+    assert gpu.ok
+    console = Console(width=80, highlight=False)
+    with console.capture() as shown:
+        console.print(demo.render(gpu))
+    for part in ("1.000 │", "1,000.0", "1.25", "2.00e-02", "out of device memory", "all within 0.01 + 1.6% of FP64"):
+        assert part in shown.get()
+    told = json.loads(json.dumps(gpu.as_json(), allow_nan=False))
+    assert told["chains"][1]["times"]["median_us"] == 1250.0
 
 
 def test_json_has_no_infinity(good):

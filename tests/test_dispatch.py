@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from h3mlp import dispatch
-from h3mlp.backends import cpu
+from h3mlp.backends import chain, cpu, cute
 
 CPU = torch.device("cpu")
 
@@ -12,6 +12,11 @@ def test_the_cpu_is_served_everywhere():
     verdict = next(v for v in dispatch.survey(CPU) if v.backend == "cpu")
     assert verdict.serves
     assert "threads" in verdict.reason
+
+
+def test_our_kernels_come_before_torchs_and_the_cpu_is_last():
+    assert list(dispatch.BACKENDS) == [cute, chain, cpu]
+    assert [verdict.backend for verdict in dispatch.survey(CPU)] == ["cute", "chain", "cpu"]
 
 
 @pytest.mark.parametrize("device", ["xpu:0", "mps", "hpu"])

@@ -1,12 +1,17 @@
 import inspect
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import FFN, HIDDEN, TABLE_ROWS, bits, make_inputs, nan_buffers
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import h3mlp
-from h3mlp import contract, reference, synthetic
+from h3mlp import contract, dispatch, operator, reference, synthetic
 
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=NEEDS_COMPILER)]
@@ -31,9 +36,16 @@ def test_signature_is_the_specifications():
         "workspace_q",
         "workspace_scale",
         "eps",
+        "accumulate",
     ]
     keyword_only = {name: p.default for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
-    assert keyword_only == {"out": None, "workspace_q": None, "workspace_scale": None, "eps": 1e-5}
+    assert keyword_only == {
+        "out": None,
+        "workspace_q": None,
+        "workspace_scale": None,
+        "eps": 1e-5,
+        "accumulate": "fp32",
+    }
     prepare = inspect.signature(h3mlp.prepare_minimax_h3_fc1_weight_fp8)
     assert str(prepare.parameters["chunk_rows"]) == "chunk_rows: int = 2048"
 
@@ -55,6 +67,10 @@ def test_eps_reaches_the_arithmetic(inputs):
     want = reference.fc1_swiglu_fp8(*inputs, eps=0.5, return_intermediates=True)
     assert torch.equal(buffers.workspace_scale, want.s_row)
     assert not torch.equal(got, h3mlp.fc1_swiglu_fp8(*inputs))
+
+
+def test_the_cpu_accumulates_in_fp32_either_way(inputs):
+    assert torch.equal(h3mlp.fc1_swiglu_fp8(*inputs, accumulate="fast"), h3mlp.fc1_swiglu_fp8(*inputs))
 
 
 class TestBuffers:
@@ -205,6 +221,111 @@ def test_the_model_at_its_real_size():
     assert (got == want).float().mean() >= 0.99
 
 
+class Recorder(TorchDispatchMode):
+    """Notes the names of the operators that pass the dispatcher."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, _types, args=(), kwargs=None):
+        self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+class FunctionRecorder(TorchFunctionMode):
+    """Notes the torch functions that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, function, _types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+class TestWhoSeesAnOperator:
+    """A plain call goes to the backend directly; whoever observes or transforms torch operators is shown one."""
+
+    @pytest.fixture
+    def backend(self, monkeypatch):
+        """A backend that notes its calls and writes nothing."""
+        calls = []
+        backend = SimpleNamespace(run=lambda *args: calls.append(args))
+        monkeypatch.setattr(dispatch, "select", lambda _: backend)
+        return calls
+
+    @pytest.mark.parametrize("accumulate", contract.ACCUMULATE)
+    def test_the_backend_gets_what_the_caller_gave(self, inputs, backend, accumulate):
+        buffers = nan_buffers(70)
+        options = {"eps": 0.5, "accumulate": accumulate}
+        h3mlp.fc1_swiglu_fp8(*inputs, **buffers._asdict(), **options)
+        with Recorder():
+            h3mlp.fc1_swiglu_fp8(*inputs, **buffers._asdict(), **options)
+        h3mlp.fc1_swiglu_fp8(*inputs, out=buffers.out, **options)
+        direct, dispatched, partly = backend
+        for got in (direct, dispatched):
+            assert all(a is b for a, b in zip((*got[0], *got[2]), (*inputs, *buffers), strict=True))
+            assert got[1::2] == (0.5, accumulate)
+        assert partly[2].out is buffers.out
+        assert [t.shape[0] for t in partly[2]] == [70] * 3
+
+    def test_nobody(self, inputs, monkeypatch):
+        monkeypatch.setattr(operator, "_through_torch", None)
+        h3mlp.fc1_swiglu_fp8(*inputs)
+        h3mlp.fc1_swiglu_fp8(*inputs, out=nan_buffers(70).out)
+        with torch.no_grad():
+            h3mlp.fc1_swiglu_fp8(*inputs._replace(x_norm_weight=torch.nn.Parameter(inputs.x_norm_weight)))
+
+    def test_a_dispatch_mode(self, inputs):
+        want = h3mlp.fc1_swiglu_fp8(*inputs)
+        with Recorder() as recorder:
+            got = h3mlp.fc1_swiglu_fp8(*inputs)
+            h3mlp.fc1_swiglu_fp8(*inputs, out=nan_buffers(70).out)
+        assert torch.equal(got, want)
+        ours = [name for name in recorder.names if name.startswith("h3mlp")]
+        assert ours == ["h3mlp::fc1_swiglu_fp8", "h3mlp::fc1_swiglu_fp8_out"]
+
+    def test_a_function_mode(self, inputs):
+        with FunctionRecorder() as recorder:
+            h3mlp.fc1_swiglu_fp8(*inputs)
+        assert "h3mlp.fc1_swiglu_fp8" in recorder.names
+
+    def test_fake_tensors(self, inputs):
+        with FakeTensorMode() as mode:
+            fakes = contract.Inputs(*(mode.from_tensor(t) for t in inputs))
+            assert isinstance(h3mlp.fc1_swiglu_fp8(*fakes), FakeTensor)
+        assert h3mlp.fc1_swiglu_fp8(*fakes).shape == (70, FFN), "outside the mode, too"
+
+    def test_make_fx(self, inputs):
+        graph = make_fx(lambda *tensors: h3mlp.fc1_swiglu_fp8(*tensors))(*inputs)
+        assert "torch.ops.h3mlp.fc1_swiglu_fp8.default" in graph.code
+
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+    def test_jit_trace(self, inputs):
+        traced = torch.jit.trace(lambda *tensors: h3mlp.fc1_swiglu_fp8(*tensors), tuple(inputs), check_trace=False)
+        assert "h3mlp::fc1_swiglu_fp8" in str(traced.graph)
+
+    def test_vmap(self, inputs):
+        """torch's fallback calls the operator once an element."""
+        got = torch.vmap(lambda x: h3mlp.fc1_swiglu_fp8(x, *inputs[1:]))(torch.stack([inputs.x, inputs.x * 2]))
+        assert torch.equal(got[0], h3mlp.fc1_swiglu_fp8(*inputs))
+        assert torch.equal(got[1], h3mlp.fc1_swiglu_fp8(*inputs._replace(x=inputs.x * 2)))
+
+    def test_the_profiler(self, inputs):
+        with torch.autograd.profiler.profile() as profile:
+            h3mlp.fc1_swiglu_fp8(*inputs)
+        assert "h3mlp::fc1_swiglu_fp8" in {event.name for event in profile.function_events}
+
+    def test_a_subclass(self, inputs):
+        class Sub(torch.Tensor):
+            pass
+
+        got = h3mlp.fc1_swiglu_fp8(*inputs._replace(x=inputs.x.as_subclass(Sub)))
+        assert torch.equal(got, h3mlp.fc1_swiglu_fp8(*inputs))
+
+
 def float8_allclose(a, b, **options):
     """torch.allclose has no float8; opcheck calls it on every argument to see that none was written."""
     if a.dtype == contract.QUANTIZED:
@@ -218,11 +339,11 @@ ALLCLOSE = torch.allclose
 class TestTorchOperators:
     def test_opcheck_functional(self, inputs, monkeypatch):
         monkeypatch.setattr(torch, "allclose", float8_allclose)
-        torch.library.opcheck(torch.ops.h3mlp.fc1_swiglu_fp8.default, (*inputs, 1e-5))
+        torch.library.opcheck(torch.ops.h3mlp.fc1_swiglu_fp8.default, (*inputs, 1e-5, "fp32"))
 
     def test_opcheck_out(self, inputs, monkeypatch):
         monkeypatch.setattr(torch, "allclose", float8_allclose)
-        torch.library.opcheck(torch.ops.h3mlp.fc1_swiglu_fp8_out.default, (*inputs, 1e-5, *nan_buffers(70)))
+        torch.library.opcheck(torch.ops.h3mlp.fc1_swiglu_fp8_out.default, (*inputs, 1e-5, "fp32", *nan_buffers(70)))
 
     def test_meta(self, inputs):
         meta = contract.Inputs(*(t.to("meta") for t in inputs))

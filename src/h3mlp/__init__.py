@@ -3,6 +3,7 @@
 from . import contract, reference
 from ._version import __version__
 from .operator import fc1_swiglu_fp8, minimax_h3_fc1_swiglu_fp8
+from .warmup import warmup
 from .weights import (
     PackedFC1,
     pack_fc1_rows,
@@ -22,4 +23,5 @@ __all__ = [
     "prepare_minimax_h3_fc1_weight_fp8",
     "reference",
     "unpack_fc1_rows",
+    "warmup",
 ]

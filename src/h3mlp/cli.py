@@ -4,11 +4,13 @@ import importlib.util
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from . import contract
 from ._version import __version__
@@ -22,21 +24,29 @@ def cli() -> None:
     """Fused FP8 operators for the MLP of the MiniMax-H3 video diffusion transformer."""
 
 
-def _plot_file(_context: click.Context, _parameter: click.Parameter, value: Path | None) -> Path | None:
+def _output_file(_context: click.Context, _parameter: click.Parameter, value: Path | None) -> Path | None:
     """Refuse, before any work, a file that could not be written after it."""
+    if value is not None and not os.access(value.parent, os.W_OK):
+        raise click.BadParameter(f"folder {str(value.parent)!r} does not exist or is not writable")
+    return value
+
+
+def _plot_file(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
+    """Likewise, for a plot."""
     if value is None:
         return None
     if value.suffix[1:].lower() not in PLOT_FORMATS:
         raise click.BadParameter(f"must end in .{', .'.join(PLOT_FORMATS)}; it is {str(value)!r}")
-    if not os.access(value.parent, os.W_OK):
-        raise click.BadParameter(f"folder {str(value.parent)!r} does not exist or is not writable")
+    _output_file(context, parameter, value)
     if importlib.util.find_spec("matplotlib") is None:
         raise click.BadParameter("needs matplotlib: pip install 'h3mlp[plot]'")
     return value
 
 
 @cli.command(short_help="Run one real-size layer and check it.")
-@click.option("--rows", type=click.IntRange(1, contract.MAX_ROWS), default=256, show_default=True, help="Rows of x.")
+@click.option(
+    "--rows", type=click.IntRange(1, contract.MAX_ROWS), help="Rows of x.  [default: 256 on the CPU, 4184 on a GPU]"
+)
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of all data.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 @click.option(
@@ -46,30 +56,102 @@ def _plot_file(_context: click.Context, _parameter: click.Parameter, value: Path
     metavar="FILE",
     help="Draw the error histograms into FILE (.png, .svg or .pdf; needs h3mlp[plot]).",
 )
-def demo(rows: int, seed: int, as_json: bool, plot: Path | None) -> int:
+def demo(rows: int | None, seed: int, as_json: bool, plot: Path | None) -> int:
     """Run one real-size FC1 layer of synthetic weights on the best device and show that it is right.
 
     Exit code 1 when it is not.
     """
     from . import demo as job
 
-    with Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        disable=not sys.stderr.isatty(),
-        transient=True,
-    ) as progress:
-        task = progress.add_task("start", total=None)
-        result = job.run(rows, seed, lambda step: progress.update(task, description=step))
+    with _progress() as show_step:
+        result = job.run(rows, seed, show_step)
         if plot:
-            progress.update(task, description=f"plot {plot}")
+            show_step(f"plot {plot}")
             job.plot(result, plot)
     _show(result.as_json() if as_json else job.render(result))
     if plot and not as_json:
         click.echo(f"Error histograms: {plot}")
     return 0 if result.ok else 1
+
+
+class RowCounts(click.ParamType):
+    """Numbers of rows, separated by commas."""
+
+    name = "rows"
+
+    def convert(
+        self, value: object, parameter: click.Parameter | None, context: click.Context | None
+    ) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        one = click.IntRange(1, contract.MAX_ROWS)
+        return tuple(sorted({one.convert(part, parameter, context) for part in str(value).split(",")}))
+
+
+@cli.command(short_help="Time the operator beside its peers.")
+@click.option("--rows", type=RowCounts(), metavar="N,N,...", help="Rows of x.  [default: from 1 to a 4 s clip's 33472]")
+@click.option("--seconds", type=click.FloatRange(0), help="Time for each number of rows.  [default: 10 on a GPU]")
+@click.option("--rounds", type=click.IntRange(1), help="Rounds at least.  [default: 20 on a GPU, 7 on the CPU]")
+@click.option("--bf16", is_flag=True, help="Time the BF16 GEMM too (on the CPU the BF16 layer).")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@click.option(
+    "--json-out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=_output_file,
+    metavar="FILE",
+    help="Write the result into FILE.",
+)
+@click.option(
+    "--from",
+    "source",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Measure nothing: show and plot what --json-out wrote, on any machine.",
+)
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=_plot_file,
+    metavar="FILE",
+    help="Draw time over the limit into FILE (.png, .svg or .pdf; needs h3mlp[plot]).",
+)
+def bench(
+    rows: tuple[int, ...] | None,
+    seconds: float | None,
+    rounds: int | None,
+    bf16: bool,
+    as_json: bool,
+    json_out: Path | None,
+    source: Path | None,
+    plot: Path | None,
+) -> int:
+    """Time the operator beside the bare GEMM and a chain of torch calls on the best device, side by side.
+
+    Exit code 1 when the operator did not run, or when its result is wrong.
+    """
+    given = {"--rows": rows, "--seconds": seconds, "--rounds": rounds, "--bf16": bf16, "--json-out": json_out}
+    if source and (useless := [name for name, value in given.items() if value not in (None, False)]):
+        raise click.UsageError(f"{useless[0]} has no meaning with --from: nothing is measured then.")
+
+    from . import bench as job
+
+    if source:
+        try:
+            record = job.load(source)
+        except ValueError as error:
+            raise click.UsageError(f"--from: {error}") from None
+    else:
+        with _progress(BarColumn()) as show_step:
+            record = job.run(rows, seconds=seconds, rounds=rounds, bf16=bf16, progress=show_step)
+    if json_out:
+        job.save(record, json_out)
+    if plot:
+        job.plot(record, plot)
+    _show(record.as_json() if as_json else job.render(record))
+    for name, path in (("Result", json_out), ("Plot", plot)):
+        if path and not as_json:
+            click.echo(f"{name}: {path}")
+    return 0 if record.ok else 1
 
 
 @cli.command(short_help="Show which backend serves this machine.")
@@ -80,6 +162,53 @@ def doctor(as_json: bool) -> None:
 
     found = job.report()
     _show(found if as_json else job.render(found))
+
+
+def _architectures(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
+    """The one asked for, or all."""
+    from .backends.cute import ARCHITECTURES
+
+    if value is None:
+        return ARCHITECTURES
+    if value not in ARCHITECTURES:
+        raise click.BadParameter(f"no kernels for {value!r}; there are some for {', '.join(ARCHITECTURES)}")
+    return (value,)
+
+
+@cli.command(short_help="Compile the GPU kernels, without a GPU, and read their machine code.")
+@click.option("--arch", callback=_architectures, metavar="ARCH", help="The architecture, e.g. sm_90a.  [default: all]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+def kernels(arch: tuple[str, ...], as_json: bool) -> int:
+    """Compile every GPU kernel and show its registers, memory and tensor core instructions. Needs no GPU.
+
+    Exit code 1 when a kernel spills registers to local memory, or its wgmmas do not run asynchronously.
+    """
+    from . import kernels as job
+
+    with _progress() as show_step:
+        reports = job.run(arch, show_step)
+    _show(job.as_json(reports) if as_json else job.render(reports))
+    faults = job.faults(reports)
+    for fault in faults:
+        _complain(fault)
+    return 1 if faults else 0
+
+
+@contextmanager
+def _progress(*bar: ProgressColumn) -> Iterator[Callable[..., None]]:
+    """A spinner with the current step and the time, on a terminal's stderr only. Yields what shows a step and, for a
+    bar, the share that is done."""
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        *bar,
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        disable=not sys.stderr.isatty(),
+        transient=True,
+    ) as progress:
+        task = progress.add_task("start", total=1.0 if bar else None)
+        yield lambda step, share=None: progress.update(task, description=step, completed=share)
 
 
 def _show(content: object) -> None:
@@ -102,7 +231,7 @@ def main(arguments: list[str] | None = None) -> None:
     except (click.Abort, KeyboardInterrupt):
         _complain("interrupted")
         code = 130
-    except (OSError, RuntimeError, MemoryError) as error:
+    except (ImportError, OSError, RuntimeError, MemoryError) as error:
         _complain(str(error) or type(error).__name__)
         code = 1
     sys.exit(code)

@@ -19,7 +19,7 @@ Stage 1, RMSNorm + AdaLN + quantization, per row. Bit-identical on every backend
 
 Stage 2, GEMM + SwiGLU.
 
- 9. ``acc = a_q . w_q`` over all of H, accumulated in FP32 or better.
+ 9. ``acc = a_q . w_q`` over all of H, accumulated in FP32 or better; ``accumulate="fast"`` lets Hopper do worse.
 10. ``h = bf16(RN(RN(acc * s_row) * w_scale))``.
 11. ``y = bf16(RN(g * h_up))`` with ``g = bf16(silu(h_gate))``, ``silu(v) = v / (1 + exp(-v))`` in FP32.
 
@@ -53,6 +53,9 @@ ACTIVATION = torch.bfloat16
 QUANTIZED = torch.float8_e4m3fn
 SCALE = torch.float32
 INDEX = (torch.int32, torch.int64)
+
+ACCUMULATE = ("fp32", "fast")
+"""How stage 2 may add. Fast: within the tensor cores alone, which on Hopper keep about 13 bits and truncate."""
 
 E4M3_MAX = 448.0
 AMAX_FLOOR = 1e-12

@@ -14,6 +14,10 @@ from rich.table import Table
 
 from . import contract, dispatch, doctor, reference, synthetic
 from .accuracy import Accuracy, bf16_steps, compare, spread
+from .bench import beside
+from .bench.harness import ABSOLUTE, RELATIVE, violations
+from .bench.plot import save_figure
+from .bench.record import Result as Timed
 from .operator import allocate, minimax_h3_fc1_swiglu_fp8
 from .weights import prepare_minimax_h3_fc1_weight_fp8
 
@@ -21,6 +25,9 @@ Result = TypeVar("Result")
 
 BLOCKS = 50
 """Transformer blocks of the model, each with one such layer."""
+
+ROWS = {"cpu": 256, "cuda": 4184}
+"""Rows unless given. 4184 are a 768p clip of 4 s on one of eight GPUs: the operator takes 1 ms there."""
 
 SAMPLE_ROWS = 16
 """Rows compared with the FP64 reference: its 1 s on two cores goes into the weight in FP64, whatever the rows."""
@@ -30,6 +37,9 @@ REPEAT_LIMIT = 5.0
 """A step that takes longer than this many seconds is timed once."""
 
 EQUAL_SHARE_MIN = 0.999
+"""On the CPU, which accumulates in plain FP32. Hopper's tensor cores keep about 13 bits between two promotions, which
+moves a tenth of the outputs by a step of BF16: on a GPU no output may be out of the benchmark's tolerance."""
+
 SNR_DB_MIN = 24.0
 """E4M3 has 3 mantissa bits: rounding errors of 2.6% RMS in a and in w add up to 3.7% in h; SwiGLU multiplies two such
 values, for about 5.3% or 25.5 dB. A wrong row order or scale gives about 0 dB."""
@@ -50,16 +60,19 @@ class Demo:
     seconds: dict[str, float]
     against_bf16: Accuracy
     against_fp64: Accuracy
+    violations: int
     stage1_identical: bool
     error_of_rms: torch.Tensor = field(repr=False)  # y minus the BF16 layer's over its RMS, on the sample
     steps_from_fp64: torch.Tensor = field(repr=False)  # in BF16 numbers, on the sample
+    chains: tuple[Timed, ...] = ()  # on a GPU: the operator and the chains, side by side
 
     @property
     def ok(self) -> bool:
         """Whether the operator is right on this machine."""
         return (
             self.stage1_identical
-            and self.against_fp64.equal_share >= EQUAL_SHARE_MIN
+            and self.violations == 0
+            and (self.device != "cpu" or self.against_fp64.equal_share >= EQUAL_SHARE_MIN)
             and self.against_bf16.snr_db >= SNR_DB_MIN
         )
 
@@ -68,12 +81,14 @@ class Demo:
         plain = {name: value for name, value in vars(self).items() if not isinstance(value, torch.Tensor)}
         for name in ("against_bf16", "against_fp64"):
             plain[name] = {key: v if math.isfinite(v) else None for key, v in asdict(plain[name]).items()}
-        return plain | {"ok": self.ok}
+        return plain | {"chains": [asdict(result) for result in self.chains], "ok": self.ok}
 
 
-def run(rows: int, seed: int, announce: Callable[[str], None] = lambda _: None) -> Demo:
-    """Run the demo on the best device; ``announce`` is called with the name of each step as it begins."""
+def run(rows: int | None, seed: int, announce: Callable[[str], None] = lambda _: None) -> Demo:
+    """Run the demo on the best device, with the rows that suit it unless given; ``announce`` is called with the name of
+    each step as it begins."""
     device, reason = dispatch.best()
+    rows = rows or ROWS[device.type]
     seconds = {}
 
     def timed(step: str, call: Callable[[], Result]) -> Result:
@@ -110,6 +125,16 @@ def run(rows: int, seed: int, announce: Callable[[str], None] = lambda _: None) 
     announce("compare")
     codes = buffers.workspace_q.view(torch.uint8)[sample]
     wanted = y_bf16[sample].float()
+    found = {
+        "against_bf16": compare(y, y_bf16),
+        "against_fp64": compare(y[sample], exact.y),
+        "violations": violations(y[sample], exact.y),
+        "stage1_identical": torch.equal(codes, exact.a_q.view(torch.uint8))
+        and torch.equal(buffers.workspace_scale[sample], exact.s_row),
+        "error_of_rms": ((y[sample].float() - wanted) / wanted.square().mean().sqrt()).flatten().cpu(),
+        "steps_from_fp64": bf16_steps(y[sample], exact.y).flatten().cpu(),
+    }
+    on_cuda = device.type == "cuda"
     return Demo(
         rows=rows,
         seed=seed,
@@ -120,12 +145,8 @@ def run(rows: int, seed: int, announce: Callable[[str], None] = lambda _: None) 
         weight_bytes_bf16=layer.weight.nbytes,
         weight_bytes_fp8=sum(part.nbytes for part in weight),
         seconds=seconds,
-        against_bf16=compare(y, y_bf16),
-        against_fp64=compare(y[sample], exact.y),
-        stage1_identical=torch.equal(codes, exact.a_q.view(torch.uint8))
-        and torch.equal(buffers.workspace_scale[sample], exact.s_row),
-        error_of_rms=((y[sample].float() - wanted) / wanted.square().mean().sqrt()).flatten().cpu(),
-        steps_from_fp64=bf16_steps(y[sample], exact.y).flatten().cpu(),
+        chains=beside.measure_chains(layer, weight, announce=announce) if on_cuda else (),
+        **found,
     )
 
 
@@ -139,6 +160,7 @@ def render(demo: Demo) -> RenderableType:
         "",
         _times(demo),
         "",
+        *([beside.render(demo.chains), ""] if demo.chains else []),
         _errors(demo),
         "",
         _verdict(demo),
@@ -164,12 +186,7 @@ def plot(demo: Demo, path: Path) -> None:
         xlabel="distance in BF16 numbers",
         ylabel="outputs",
     )
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        figure.savefig(partial, format=path.suffix[1:], dpi=120)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    save_figure(figure, path)
 
 
 def _now(device: torch.device) -> float:
@@ -214,8 +231,9 @@ def _errors(demo: Demo) -> Table:
 
 def _verdict(demo: Demo) -> str:
     identical = "bit-identical to" if demo.stage1_identical else "DIFFERENT from"
+    close = f"{EQUAL_SHARE_MIN:.1%} equal to" if demo.device == "cpu" else f"all within {ABSOLUTE} + {RELATIVE:.1%} of"
     return (
         f"FP8 codes and scales: {identical} the reference.\n"
-        f"{'OK' if demo.ok else 'WRONG'}: needs identical codes, {EQUAL_SHARE_MIN:.1%} equal to FP64, "
+        f"{'OK' if demo.ok else 'WRONG'}: needs identical codes, {close} FP64, "
         f"{SNR_DB_MIN:.0f} dB to BF16."
     )

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import torch
 
-from .backends import cpu
+from .backends import chain, cpu, cute
 
-BACKENDS: tuple[ModuleType, ...] = (cpu,)
+BACKENDS: tuple[ModuleType, ...] = (cute, chain, cpu)
 """Fastest first. A backend is a module with NAME, ``serves(device) -> (bool, reason)`` and
-``run(inputs, eps, buffers)``."""
+``run(inputs, eps, buffers, accumulate)``."""
 
 
 class Verdict(NamedTuple):

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from . import dispatch
 from ._version import __version__
+from .backends.cute import jit
 
 
 def environment() -> dict:
@@ -22,6 +23,7 @@ def environment() -> dict:
         "cpu": _cpu_name(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
+        **jit.versions(),
         "gpus": [],
     }
     for i in range(torch.cuda.device_count()):
@@ -33,7 +35,7 @@ def environment() -> dict:
 
 
 def report() -> dict:
-    """The environment, and every backend's answer for every device of this machine."""
+    """The environment, the cache of compiled kernels, and every backend's answer for every device of this machine."""
     backends = [
         {"device": str(device), **verdict._asdict()}
         for device in dispatch.devices()
@@ -41,7 +43,7 @@ def report() -> dict:
     ]
     device, reason = dispatch.best()
     best = {"device": str(device), "backend": dispatch.select(device).NAME, "reason": reason}
-    return {"environment": environment(), "backends": backends, "best": best}
+    return {"environment": environment(), "kernel_cache": _kernel_cache(), "backends": backends, "best": best}
 
 
 def render(found: dict) -> RenderableType:
@@ -49,15 +51,30 @@ def render(found: dict) -> RenderableType:
     environment_table = Table("Environment", "", show_edge=False, pad_edge=False)
     for name, value in found["environment"].items():
         if name != "gpus":
-            environment_table.add_row(name, str(value) if value is not None else "none: a CPU build of torch")
+            environment_table.add_row(name, str(value) if value is not None else f"none: {_missing(name)}")
     for i, gpu in enumerate(found["environment"]["gpus"]):
         memory = f"{gpu['memory_bytes'] / 2**30:.0f} GiB"
         environment_table.add_row(f"gpu {i}", f"{gpu['name']}, compute capability {gpu['capability']}, {memory}")
+    cache = found["kernel_cache"]
+    environment_table.add_row("kernel_cache", f"{cache['folder']}: {cache['files']} files, {cache['bytes']:,} bytes")
     backends = Table("Device", "Backend", "Serves", "Why", show_edge=False, pad_edge=False)
     for row in found["backends"]:
         backends.add_row(row["device"], row["backend"], "yes" if row["serves"] else "no", row["reason"])
     best = found["best"]
     return Group(environment_table, "", backends, "", f"Best: backend {best['backend']} on {best['device']}.")
+
+
+def _missing(name: str) -> str:
+    return "a CPU build of torch" if name == "cuda" else jit.install_hint()
+
+
+def _kernel_cache() -> dict:
+    folder = jit.cache_folder()
+    try:
+        sizes = [file.stat().st_size for file in folder.glob("*.o")]
+    except OSError:  # not readable, or another process is at work in it
+        sizes = []
+    return {"folder": str(folder), "files": len(sizes), "bytes": sum(sizes)}
 
 
 def _cpu_name() -> str:

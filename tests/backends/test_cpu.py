@@ -58,8 +58,8 @@ def test_a_weight_at_an_odd_byte():
     arena = torch.zeros(inputs.fc1_weight_q.numel() + 1, dtype=torch.uint8)
     odd = arena[1:].view(contract.QUANTIZED).view(inputs.fc1_weight_q.shape)
     odd.copy_(inputs.fc1_weight_q)
-    cpu.run(inputs, 1e-5, want)
-    cpu.run(inputs._replace(fc1_weight_q=odd), 1e-5, buffers)
+    cpu.run(inputs, 1e-5, want, "fp32")
+    cpu.run(inputs._replace(fc1_weight_q=odd), 1e-5, buffers, "fp32")
     assert torch.equal(buffers.out, want.out)
 
 
@@ -72,7 +72,7 @@ def test_edge_rows_through_both_stages():
     inputs.adaln_index[0] = 0
     inputs.adaln_index[4] = -1
     inputs.adaln_shift[0] = -0.0
-    cpu.run(inputs, 1e-5, buffers)
+    cpu.run(inputs, 1e-5, buffers, "fp32")
     want = reference.fc1_swiglu_fp8(*inputs, return_intermediates=True)
     assert torch.equal(bits(buffers.workspace_q), bits(want.a_q))
     assert torch.equal(buffers.workspace_scale, want.s_row)
@@ -88,6 +88,6 @@ def test_memory_is_bounded(monkeypatch):
     monkeypatch.setattr(cpu, "GEMM_COLUMNS", 64)
     inputs, buffers = make_inputs(512, ffn=512), nan_buffers(512, ffn=512)
     with Allocations(*inputs, *buffers) as made:
-        cpu.run(inputs, 1e-5, buffers)
+        cpu.run(inputs, 1e-5, buffers, "fp32")
     assert max(made.sizes) == 2**16 * 8
     assert buffers.out.isfinite().all()

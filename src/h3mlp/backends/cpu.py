@@ -27,8 +27,8 @@ def serves(device: torch.device) -> tuple[bool, str]:
     return True, f"torch on the CPU, {torch.get_num_threads()} threads, {capability}"
 
 
-def run(inputs: contract.Inputs, eps: float, buffers: contract.Buffers) -> None:
-    """Both stages. The arguments are checked, and the buffers have exactly M rows."""
+def run(inputs: contract.Inputs, eps: float, buffers: contract.Buffers, accumulate: str) -> None:  # noqa: ARG001
+    """Both stages, always in FP32. The arguments are checked, and the buffers have exactly M rows."""
     norm_quant(inputs, eps, buffers.workspace_q, buffers.workspace_scale)
     gemm_swiglu(buffers.workspace_q, buffers.workspace_scale, inputs.fc1_weight_q, inputs.fc1_weight_scale, buffers.out)
 

@@ -1,0 +1,97 @@
+"""The operator on CUDA GPUs with FP8 tensor cores that have no kernel of ours: plain torch around ``torch._scaled_mm``.
+
+Stage 1 is the reference itself, whose bits are the same on CUDA; stage 2 is one GEMM with a scale a row and a scale a
+column, then SwiGLU on its BF16 result. Both go in blocks of rows, so that beyond inputs, outputs and workspaces a call
+holds at most 1.5 * BLOCK_BYTES, whatever M is. Nothing waits for the device, so a call can be captured in a CUDA graph.
+
+torch multiplies FP8 with such scales on compute capability 8.9, 9.x, 10.x, 11.x and 12.x: cuBLASLt on 9.x from CUDA
+12.9, CUTLASS elsewhere, which torch builds on Linux alone. Both apply the row's scale first, then the column's.
+"""
+
+import sys
+
+import torch
+
+from .. import contract, reference
+
+NAME = "chain"
+
+BLOCK_BYTES = 2**28
+"""The most that the BF16 product of a block of rows takes (4608 of 28672), or the temporaries of stage 1 (1536 rows
+of 5376)."""
+
+STAGE1_BYTES = 30
+"""What stage 1 holds an element at its peak, in step 5: three FP64 values and the three BF16 that they come from."""
+
+ROW_TILE = 256
+"""Blocks are a multiple of this many rows where they can be: no GEMM tile but the last is cut."""
+
+ALIGNMENT = 16
+"""Bytes: both libraries load operands and scales in 16-byte vectors, and refuse or miscompute from other addresses."""
+
+
+def serves(device: torch.device) -> tuple[bool, str]:
+    if device.type != "cuda":
+        return False, "serves CUDA devices only"
+    if torch.version.hip:
+        return False, "needs an NVIDIA GPU; this torch is built for ROCm"
+    if not torch.cuda.is_available():
+        return False, "torch finds no CUDA device"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (8, 9):
+        return False, f"needs FP8 tensor cores, compute capability 8.9 or newer; this is {major}.{minor}"
+    if sys.platform == "win32" and major != 9:
+        return False, f"torch on Windows has no FP8 GEMM with a scale a row for compute capability {major}.{minor}"
+    return True, f"torch._scaled_mm in blocks of rows, compute capability {major}.{minor}"
+
+
+def run(inputs: contract.Inputs, eps: float, buffers: contract.Buffers, accumulate: str) -> None:
+    """Both stages. The arguments are checked, and the buffers have exactly M rows."""
+    norm_quant(inputs, eps, buffers.workspace_q, buffers.workspace_scale)
+    weight = inputs.fc1_weight_q, inputs.fc1_weight_scale
+    gemm_swiglu(buffers.workspace_q, buffers.workspace_scale, *weight, buffers.out, accumulate == "fast")
+
+
+def norm_quant(inputs: contract.Inputs, eps: float, a_q: torch.Tensor, s_row: torch.Tensor) -> None:
+    """Stage 1: x [M, H] to codes a_q [M, H] and scales s_row [M]."""
+    for block in _blocks(*inputs.x.shape, STAGE1_BYTES):
+        rows = inputs._replace(x=inputs.x[block], adaln_index=inputs.adaln_index[block])
+        stage1 = reference.norm_quant(*rows[:5], eps)
+        s_row[block], a_q[block] = stage1.s_row, stage1.a_q
+        del stage1  # or its n, a and a_q, 5 bytes an element, would still be there in the next block
+
+
+def gemm_swiglu(
+    a_q: torch.Tensor, s_row: torch.Tensor, w_q: torch.Tensor, w_scale: torch.Tensor, out: torch.Tensor, fast: bool
+) -> None:
+    """Stage 2: codes and scales to y [M, F]."""
+    rows, ffn = out.shape
+    groups, w_q, w_scale = out.unflatten(1, (-1, contract.ROW_GROUP)), _aligned(w_q), _aligned(w_scale)
+    for block in _blocks(rows, 2 * ffn, contract.ACTIVATION.itemsize):
+        swiglu(scaled_mm(_aligned(a_q[block]), w_q, _aligned(s_row[block]), w_scale, fast), groups[block])
+
+
+def scaled_mm(
+    a_q: torch.Tensor, w_q: torch.Tensor, s_row: torch.Tensor, w_scale: torch.Tensor, fast: bool
+) -> torch.Tensor:
+    """Steps 9 and 10: h, BF16 [M, 2F] in packed column order."""
+    scales = {"scale_a": s_row[:, None], "scale_b": w_scale[None]}
+    return torch._scaled_mm(a_q, w_q.t(), **scales, out_dtype=contract.ACTIVATION, use_fast_accum=fast)
+
+
+def swiglu(h: torch.Tensor, out: torch.Tensor) -> None:
+    """Step 11: h [M, 2F] in packed column order to y [M, F / 8, 8]. torch's BF16 silu computes in FP32 and rounds."""
+    gate, up = h.unflatten(1, (-1, 2, contract.ROW_GROUP)).unbind(2)
+    torch.mul(torch.nn.functional.silu(gate), up, out=out)
+
+
+def _blocks(rows: int, columns: int, element_bytes: int) -> list[slice]:
+    """Slices of the rows, of which each [block, columns] takes at most BLOCK_BYTES (but has at least one row)."""
+    step = max(1, BLOCK_BYTES // (columns * element_bytes))
+    if step > ROW_TILE:
+        step -= step % ROW_TILE
+    return [slice(first, first + step) for first in range(0, rows, step)]
+
+
+def _aligned(t: torch.Tensor) -> torch.Tensor:
+    return t if t.data_ptr() % ALIGNMENT == 0 else t.clone()

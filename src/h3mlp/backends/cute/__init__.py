@@ -1,0 +1,69 @@
+"""The operator on GPUs with kernels of our own, in CuTe DSL. The DSL is imported when a kernel is first asked for."""
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+import torch
+
+from ... import contract
+
+if TYPE_CHECKING:
+    from .jit import Kernel
+
+NAME = "cute"
+
+ARCHITECTURES = ("sm_90a",)
+"""What the kernels are compiled for, as the compiler names it."""
+
+_ARCHITECTURE_OF = {(9, 0): "sm_90a"}
+
+
+def serves(device: torch.device) -> tuple[bool, str]:
+    if device.type != "cuda":
+        return False, "serves CUDA devices only"
+    if torch.version.hip:
+        return False, "needs an NVIDIA GPU; this torch is built for ROCm"
+    if not torch.cuda.is_available():
+        return False, "torch finds no CUDA device"
+    major, minor = torch.cuda.get_device_capability(device)
+    arch = _ARCHITECTURE_OF.get((major, minor))
+    if arch is None:
+        return False, f"has kernels for {', '.join(ARCHITECTURES)}; this is compute capability {major}.{minor}"
+    missing = [name for name in ("cutlass", "tvm_ffi") if importlib.util.find_spec(name) is None]
+    if missing:
+        from .jit import install_hint
+
+        return False, f"needs the CuTe DSL: {install_hint()}"
+    return True, f"kernels for {arch}, compiled when first used"
+
+
+def run(inputs: contract.Inputs, eps: float, buffers: contract.Buffers, accumulate: str) -> None:
+    """Both stages. The arguments are checked, and the buffers have exactly M rows."""
+    from . import launch
+
+    launch.run(inputs, eps, buffers, accumulate)
+
+
+def stage1(inputs: contract.Inputs, eps: float, a_q: torch.Tensor, s_row: torch.Tensor) -> None:
+    """RMSNorm, AdaLN and quantization alone."""
+    from . import launch
+
+    launch.stage1(inputs, eps, a_q, s_row)
+
+
+def warmup(device: torch.device, rows: tuple[int, ...], hidden: int, ffn: int, accumulate: str) -> None:
+    """Compile and load what calls with so many rows launch."""
+    from . import launch
+
+    launch.warmup(device, rows, hidden, ffn, accumulate)
+
+
+def kernels(arch: str) -> list["Kernel"]:
+    """Every variant that the model's dimensions may need on this architecture.
+
+    Raises:
+        ImportError: the CuTe DSL is not installed.
+    """
+    from . import variants
+
+    return variants.of(arch)

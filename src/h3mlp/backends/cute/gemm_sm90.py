@@ -1,0 +1,429 @@
+"""Stage 2 on Hopper: FP8 GEMM on wgmma, with dequantization and SwiGLU in its epilogue.
+
+The problem: h^T = w_q . a_q^T, [2F, H] x [H, M], then y = swiglu(h) of half as many rows. The weights are wgmma's A
+operand, 64 rows an instruction, so that the tokens, whose number varies, are its flexible N.
+
+A CTA is persistent: one warp loads tiles by TMA, two warpgroups multiply, each 64 weight rows by ``tile_tokens``.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, const_expr, pipeline
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+
+from . import epilogue, ptx, schedule
+
+WARPGROUP = 128
+CONSUMERS = 2
+TILE_ROWS = 64 * CONSUMERS
+"""Packed weight rows of a tile: 64, wgmma's M, for each consuming warpgroup."""
+
+WGMMA_K = 32
+STAGE_K = 128
+"""K of a stage: 128 bytes, the widest swizzle."""
+
+BATCH = 32
+"""Tokens whose y leaves at once: the four 8 x 8 matrices of one stmatrix. Two batches are staged at a time."""
+
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
+FIRST_BARRIER = 1  # named barriers 1 and 2: one for each consuming warpgroup
+
+
+@dataclass(frozen=True)
+class GemmSm90:
+    """One compiled variant; the fields are everything it depends on."""
+
+    hidden: int
+    ffn: int
+    tile_tokens: int = 160
+    stages: int = 6
+    cluster_rows: int = 2
+    """CTAs of a cluster, along the weight rows. They share the activations, by TMA multicast."""
+    promote: bool = True
+    """Add partial sums to FP32 accumulators every ``interval`` of K; otherwise never."""
+    interval: int = 256
+    head: int = 256
+    group: int = 16
+
+    @property
+    def name(self) -> str:
+        return f"gemm_sm90_{TILE_ROWS}x{self.tile_tokens}_{'fp32' if self.promote else 'fast'}"
+
+    @property
+    def batches(self) -> int:
+        """Parts of a tile's y, which leave one after the other."""
+        return self.tile_tokens // BATCH
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles of a whole cluster along the weight rows."""
+        return -(-2 * self.ffn // (TILE_ROWS * self.cluster_rows))
+
+    def tiled_mma(self) -> cute.TiledMma:
+        """One warpgroup: 64 weight rows by a tile of tokens."""
+        k_major = OperandMajorMode.K
+        return hopper.make_trivial_tiled_mma(
+            Float8E4M3FN, Float8E4M3FN, k_major, k_major, Float32, (1, 1, 1), (64, self.tile_tokens)
+        )
+
+    def trace(self):
+        """The host function and stand-ins for a_q, s_row, w_q, w_scale, out and the number of multiprocessors."""
+        rows = cute.sym_int32()
+        fake = cute.runtime.make_fake_tensor
+        a_q = fake(Float8E4M3FN, (rows, self.hidden), (self.hidden, 1), assumed_align=16)
+        s_row = fake(Float32, (rows,), (1,), assumed_align=4)
+        w_q = fake(Float8E4M3FN, (2 * self.ffn, self.hidden), (self.hidden, 1), assumed_align=16)
+        w_scale = fake(Float32, (2 * self.ffn,), (1,), assumed_align=4)
+        out = fake(BFloat16, (rows, self.ffn), (self.ffn, 1), assumed_align=16)
+        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+        return self.launch, (a_q, s_row, w_q, w_scale, out, Int32(1), stream)
+
+    @cute.jit
+    def launch(
+        self,
+        a_q: cute.Tensor,
+        s_row: cute.Tensor,
+        w_q: cute.Tensor,
+        w_scale: cute.Tensor,
+        out: cute.Tensor,
+        multiprocessors: Int32,
+        stream,
+    ):
+        w_smem = _operand_smem(TILE_ROWS, self.stages)
+        a_smem = _operand_smem(self.tile_tokens, self.stages)
+        y_smem = _y_smem()
+        w_tma, w_tiles = _tma_load(w_q, w_smem, TILE_ROWS, 1)
+        a_tma, a_tiles = _tma_load(a_q, a_smem, self.tile_tokens, self.cluster_rows)
+        y_tma, y_tiles = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileS2GOp(), out, cute.slice_(y_smem, (None, None, 0)), (BATCH, 32)
+        )
+        token_tiles = (cute.size(a_q, mode=[0]) + self.tile_tokens - 1) // self.tile_tokens
+        tiles = self.row_tiles * token_tiles
+        clusters = schedule.minimum(multiprocessors // self.cluster_rows, tiles)
+        self.kernel(
+            w_tma, w_tiles, a_tma, a_tiles, y_tma, y_tiles, s_row, w_scale, w_smem, a_smem, y_smem, token_tiles
+        ).launch(
+            grid=(self.cluster_rows * clusters, 1, 1),
+            block=((CONSUMERS + 1) * WARPGROUP, 1, 1),
+            cluster=(self.cluster_rows, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        w_tma: cute.CopyAtom,
+        w_tiles: cute.Tensor,
+        a_tma: cute.CopyAtom,
+        a_tiles: cute.Tensor,
+        y_tma: cute.CopyAtom,
+        y_tiles: cute.Tensor,
+        s_row: cute.Tensor,
+        w_scale: cute.Tensor,
+        w_smem: cute.ComposedLayout,
+        a_smem: cute.ComposedLayout,
+        y_smem: cute.ComposedLayout,
+        token_tiles: Int32,
+    ):
+        thread = ptx.thread_index()
+        warp_index = cute.arch.make_warp_uniform(thread // 32)
+        group_index = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        if warp_index == 0:
+            for tma in (w_tma, a_tma, y_tma):
+                cpasync.prefetch_descriptor(tma)
+
+        @cute.struct
+        class Storage:
+            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages]
+            s_row: cute.struct.MemRange[Float32, CONSUMERS * self.tile_tokens]
+            w: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(w_smem)], 1024]
+            a: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(a_smem)], 1024]
+            y: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(y_smem)], 1024]
+
+        storage = SmemAllocator().allocate(Storage)
+        s_w = storage.w.get_tensor(w_smem.outer, swizzle=w_smem.inner)
+        s_a = storage.a.get_tensor(a_smem.outer, swizzle=a_smem.inner)
+        s_y = storage.y.get_tensor(y_smem.outer, swizzle=y_smem.inner)
+        s_scale = storage.s_row.get_tensor(cute.make_layout((self.tile_tokens, CONSUMERS)))
+
+        warps_that_release = 4 * CONSUMERS * self.cluster_rows
+        loads = pipeline.PipelineTmaAsync.create(
+            barrier_storage=storage.barriers.data_ptr(),
+            num_stages=self.stages,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, warps_that_release),
+            tx_count=(TILE_ROWS + self.tile_tokens) * STAGE_K,
+            cta_layout_vmnk=cute.make_layout((1, self.cluster_rows, 1, 1)),
+            tidx=thread,
+            defer_sync=True,
+        )
+        cluster = (self.cluster_rows, 1)
+        pipeline.pipeline_init_arrive(cluster_shape_mn=cluster, is_relaxed=True)
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        pipeline.pipeline_init_wait(cluster_shape_mn=cluster)
+
+        tiles = Tiles(self, token_tiles, rank)
+        if group_index == CONSUMERS:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp_index == 4 * CONSUMERS:
+                producer = Producer(self, tiles, loads, w_tma, w_tiles, a_tma, a_tiles, s_w, s_a)
+                producer.run()
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            consumer = Consumer(
+                self, tiles, loads, s_w, s_a, s_y, s_scale, s_row, w_scale, y_tma, y_tiles, group_index,
+                thread % WARPGROUP,
+            )  # fmt: skip
+            consumer.run()
+
+
+class Tiles:
+    """The work of this CTA: every ``step``-th tile from ``first`` on."""
+
+    def __init__(self, gemm: GemmSm90, token_tiles: Int32, rank: Int32):
+        self.gemm, self.token_tiles, self.rank = gemm, token_tiles, rank
+        self.first = cute.arch.block_idx()[0] // gemm.cluster_rows
+        self.step = cute.arch.grid_dim()[0] // gemm.cluster_rows
+        self.end = token_tiles * gemm.row_tiles
+
+    @cute.jit
+    def coordinates(self, tile: Int32) -> tuple[Int32, Int32]:
+        """(weight row tile, token tile) of this CTA."""
+        row, token = schedule.tile_coordinates(
+            tile, Int32(self.gemm.row_tiles), self.token_tiles, Int32(self.gemm.group)
+        )
+        return row * self.gemm.cluster_rows + self.rank, token
+
+
+class Producer:
+    """One warp: fills the stages, in order."""
+
+    def __init__(self, gemm: GemmSm90, tiles: Tiles, loads, w_tma, w_tiles, a_tma, a_tiles, s_w, s_a):
+        self.gemm, self.tiles, self.loads, self.w_tma, self.a_tma = gemm, tiles, loads, w_tma, a_tma
+        w_tiles = cute.local_tile(w_tiles, (TILE_ROWS, STAGE_K), (None, None))
+        a_tiles = cute.local_tile(a_tiles, (gemm.tile_tokens, STAGE_K), (None, None))
+        self.to_w, self.from_w = _tma_pair(w_tma, s_w, w_tiles, 0, 1)
+        self.to_a, self.from_a = _tma_pair(a_tma, s_a, a_tiles, tiles.rank, gemm.cluster_rows)
+        self.peers = cutlass.Int16((1 << gemm.cluster_rows) - 1) if gemm.cluster_rows > 1 else None
+
+    @cute.jit
+    def run(self):
+        gemm, tiles = self.gemm, self.tiles
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, gemm.stages)
+        row, token = self.tiles.coordinates(tiles.first)
+        for tile in cutlass.range(tiles.first, tiles.end, tiles.step, unroll=1):
+            next_row, next_token = self.tiles.coordinates(tile + tiles.step)  # early: its divisions take 100 cycles
+            for k in cutlass.range(gemm.hidden // STAGE_K, unroll=1):
+                ptx.wait(self.loads.consumer_get_barrier(state), state.phase)
+                self.loads.sync_object_full.arrive(state.index, None)
+                full = self.loads.producer_get_barrier(state)
+                w, a = self.to_w[(None, state.index)], self.to_a[(None, state.index)]
+                cute.copy(self.w_tma, self.from_w[(None, row, k)], w, tma_bar_ptr=full)
+                cute.copy(self.a_tma, self.from_a[(None, token, k)], a, tma_bar_ptr=full, mcast_mask=self.peers)
+                state.advance()
+            row, token = next_row, next_token
+        self.loads.producer_tail(state)
+
+
+class Consumer:
+    """One warpgroup: 64 weight rows of every tile, of which 32 are outputs' gates and 32 their ups.
+
+    ``partial`` is what wgmma adds to, ``final`` the FP32 sums, ``h`` the finished tile, rounded, on its way out.
+    """
+
+    def __init__(
+        self, gemm: GemmSm90, tiles: Tiles, loads, s_w, s_a, s_y, s_scale, s_row, w_scale, y_tma, y_tiles, index, thread
+    ):
+        self.gemm, self.tiles, self.loads, self.index, self.thread = gemm, tiles, loads, index, thread
+        mma = gemm.tiled_mma()
+        self.w_blocks = mma.make_fragment_A(mma.get_slice(0).partition_A(s_w))
+        self.a_blocks = mma.make_fragment_B(mma.get_slice(0).partition_B(s_a))
+        fragment = mma.partition_shape_C((64, gemm.tile_tokens))
+        self.partial = cute.make_rmem_tensor(fragment, Float32)
+        self.final = cute.make_rmem_tensor(fragment, Float32)
+        self.h = cute.make_rmem_tensor((gemm.tile_tokens // 2,), Int32)
+        self.s_row, self.w_scale, self.s_scale = s_row, w_scale, s_scale
+        self.token_scales = cute.make_rmem_tensor((-(-gemm.tile_tokens // WARPGROUP),), Float32)
+        self.row_scales = cute.make_rmem_tensor((2,), Float32)
+        self.y_tma, self.s_y = y_tma, s_y
+        self.from_y, self.to_y = _tma_pair(y_tma, s_y, cute.local_tile(y_tiles, (BATCH, 32), (None, None)), 0, 1)
+
+    @cute.jit
+    def run(self):
+        """Every tile. A finished tile is rounded and stored while the next one is multiplied."""
+        gemm, tiles = self.gemm, self.tiles
+        depth = const_expr(gemm.hidden // STAGE_K)
+        step = const_expr(gemm.interval // STAGE_K)
+        head = const_expr(min(gemm.head // STAGE_K, depth))
+        intervals = const_expr((depth - head) // step)
+        with_stores = const_expr(min(-(-gemm.batches // step), intervals))
+        tail = const_expr((depth - head) % step)
+        stored = const_expr(with_stores * step)
+
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, gemm.stages)
+        row, token = Int32(0), Int32(0)
+        for tile in cutlass.range(tiles.first, tiles.end, tiles.step, unroll=1):
+            waiting = tile != tiles.first
+            next_row, next_token = self.tiles.coordinates(tile)
+            behind = state.clone()
+            for s in cutlass.range_constexpr(head):
+                state, behind = self.multiply(state, behind, s, s == 0)
+            if waiting:
+                self.round()
+            self.load_scales(next_row, next_token)
+            self.final.fill(0.0)
+            self.add(behind)
+            for i in cutlass.range_constexpr(with_stores):
+                state = self.interval(state, step, i * step, waiting, row, token)
+            for _ in cutlass.range(intervals - with_stores, unroll=1):
+                state = self.interval(state, step, gemm.batches, waiting, row, token)
+            if const_expr(tail > 0):
+                state = self.interval(state, tail, gemm.batches, waiting, row, token)
+            for batch in cutlass.range_constexpr(stored, gemm.batches):
+                if waiting:
+                    self.store(batch, row, token)
+            if const_expr(not gemm.promote):
+                self.final.store(self.partial.load())
+            row, token = next_row, next_token
+        self.round()
+        for batch in cutlass.range_constexpr(gemm.batches):
+            self.store(batch, row, token)
+        if self.thread < 32:
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    @cute.jit
+    def interval(self, state, stages: cutlass.Constexpr, first_batch: cutlass.Constexpr, waiting, row, token):
+        """Multiply some stages and promote the result. Beside each stage, a batch of the finished tile leaves."""
+        gemm = self.gemm
+        behind = state.clone()
+        for s in cutlass.range_constexpr(stages):
+            state, behind = self.multiply(state, behind, s, gemm.promote and s == 0)
+            if const_expr(first_batch + s < gemm.batches):
+                if waiting:
+                    self.store(first_batch + s, row, token)
+        self.add(behind)
+        return state
+
+    @cute.jit
+    def multiply(self, state, behind, s: cutlass.Constexpr, fresh: cutlass.Constexpr):
+        """Issue a stage, and give the one before it back. ``fresh``: from zero."""
+        mma = self.gemm.tiled_mma()
+        mma.set(warpgroup.Field.ACCUMULATE, not fresh)
+        ptx.wait(self.loads.producer_get_barrier(state), state.phase)
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(STAGE_K // WGMMA_K):
+            w = cute.append_ones(self.w_blocks[(None, self.index, k, state.index)], up_to_rank=2)
+            a = cute.append_ones(self.a_blocks[(None, 0, k, state.index)], up_to_rank=2)
+            cute.gemm(mma, self.partial, w, a, self.partial)
+            mma.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+        state.advance()
+        if const_expr(s > 0):
+            warpgroup.wait_group(1)
+            self.loads.consumer_release(behind)
+            behind.advance()
+        return state, behind
+
+    @cute.jit
+    def add(self, behind):
+        """The end of an interval: its last stage is given back and the partial sums are promoted."""
+        warpgroup.wait_group(0)
+        self.loads.consumer_release(behind)
+        if const_expr(self.gemm.promote):
+            for i in cutlass.range_constexpr(cute.size(self.final)):
+                self.final[i] = self.final[i] + self.partial[i]
+
+    @cute.jit
+    def load_scales(self, row, token):
+        """s_row of the tile's tokens, one or two a thread, and w_scale of this thread's gate and up rows."""
+        gemm, token_scales, row_scales = self.gemm, self.token_scales, self.row_scales
+        for i in cutlass.range_constexpr(cute.size(token_scales)):
+            within = self.thread + i * WARPGROUP
+            index = token * gemm.tile_tokens + within
+            token_scales[i] = Float32(0.0)
+            if within < gemm.tile_tokens and index < cute.size(self.s_row):
+                token_scales[i] = self.s_row[index]
+        first = row * TILE_ROWS + self.index * 64 + self.thread // 32 * 16 + self.thread % 32 // 4
+        for i in cutlass.range_constexpr(2):
+            row_scales[i] = Float32(0.0)
+            if first + 8 * i < 2 * gemm.ffn:
+                row_scales[i] = self.w_scale[first + 8 * i]
+
+    @cute.jit
+    def round(self):
+        """``final`` to ``h``: half the registers, so that ``final`` is free for the next tile."""
+        s_scale = self.s_scale
+        if self.thread < 32:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # both slots of s_y are free
+        for i in cutlass.range_constexpr(cute.size(self.token_scales)):
+            within = self.thread + i * WARPGROUP
+            if within < self.gemm.tile_tokens:
+                s_scale[(within, self.index)] = self.token_scales[i]
+        self.sync()
+        for atom in cutlass.range_constexpr(self.gemm.tile_tokens // 8):
+            token = 8 * atom + 2 * (self.thread % 4)
+            s0, s1 = s_scale[(token, self.index)], s_scale[(token + 1, self.index)]
+            for up in cutlass.range_constexpr(2):
+                acc0, acc1 = self.final[4 * atom + 2 * up], self.final[4 * atom + 2 * up + 1]
+                self.h[2 * atom + up] = epilogue.dequantize(acc0, acc1, s0, s1, self.row_scales[up])
+
+    @cute.jit
+    def store(self, batch: cutlass.Constexpr, row, token):
+        """SwiGLU of one batch. Its y goes out through shared memory by TMA, which drops what is past the last row."""
+        slot = 2 * self.index + batch % 2
+        lane, warp_of_group = self.thread % 32, self.thread // 32
+        y = cute.make_rmem_tensor((2 * BATCH // 8,), BFloat16)
+        y_pairs = cute.recast_tensor(y, Int32)
+        for i in cutlass.range_constexpr(BATCH // 8):
+            atom = batch * (BATCH // 8) + i
+            y_pairs[i] = epilogue.swiglu(self.h[2 * atom], self.h[2 * atom + 1])
+        stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=True, num_matrices=4), BFloat16)
+        line = cute.local_tile(self.s_y[(None, None, slot)], (1, 8), (lane, warp_of_group))
+        line = cute.append_ones(cute.group_modes(line, 0, 2), up_to_rank=2)
+        cute.copy(stmatrix, cute.append_ones(y, up_to_rank=2), line)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        if self.thread < 32:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # frees the other slot, for the next batch
+        self.sync()
+        if self.thread < 32:
+            place = (None, token * self.gemm.batches + batch, row * CONSUMERS + self.index)
+            cute.copy(self.y_tma, self.from_y[(None, slot)], self.to_y[place])
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def sync(self):
+        cute.arch.barrier(barrier_id=self.index + FIRST_BARRIER, number_of_threads=WARPGROUP)
+
+
+def _operand_smem(rows: int, stages: int) -> cute.ComposedLayout:
+    """K-major E4M3, one stage after the other."""
+    atom = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, Float8E4M3FN, STAGE_K)
+    atom = warpgroup.make_smem_layout_atom(atom, Float8E4M3FN)
+    return cute.tile_to_shape(atom, (rows, STAGE_K, stages), order=(0, 1, 2))
+
+
+def _y_smem() -> cute.ComposedLayout:
+    """[token, output column] BF16, two batches for each consumer."""
+    atom = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, BFloat16, 32)
+    atom = warpgroup.make_smem_layout_atom(atom, BFloat16)
+    return cute.tile_to_shape(atom, (BATCH, 32, 2 * CONSUMERS), order=(0, 1, 2))
+
+
+def _tma_load(tensor: cute.Tensor, smem: cute.ComposedLayout, rows: int, peers: int):
+    op = cpasync.CopyBulkTensorTileG2SOp() if peers == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
+    return cpasync.make_tiled_tma_atom(
+        op, tensor, cute.slice_(smem, (None, None, 0)), (rows, STAGE_K), num_multicast=peers
+    )
+
+
+def _tma_pair(tma, smem: cute.Tensor, tiles: cute.Tensor, rank, peers: int) -> tuple[cute.Tensor, cute.Tensor]:
+    """Shared and global memory as TMA sees them: [element, stage] and [element, tile row, tile column]."""
+    return cpasync.tma_partition(
+        tma, rank, cute.make_layout(peers), cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2)
+    )

@@ -1,0 +1,220 @@
+"""A run: for each number of rows make the peers, check them against the reference, and time them side by side."""
+
+import contextlib
+import datetime
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from importlib import metadata
+
+import torch
+
+from .. import contract, dispatch, doctor, reference, synthetic
+from ..accuracy import compare
+from ..weights import prepare_fc1_weight_fp8, unpack_fc1_rows
+from . import peers as peer_set
+from .peers import Peer, Problem
+from .record import Error, Record, Result, Times, finite
+from .timing import CudaTimer, HostTimer, Plan, Timer, burst, copy_bandwidth, describe, host_seconds, interleave
+
+SAMPLE_ROWS = 64
+ABSOLUTE, RELATIVE = 1e-2, 1.6e-2
+"""Tolerance of the outputs, of about 1; 1.6% are two steps of BF16."""
+
+CPU_PLAN = Plan(seconds=0.0, rounds=7, warm_rounds=1, pause=0.0)
+"""No power limit to reach on a CPU and no burst before it; a round of 1024 rows takes 6 s on two cores."""
+
+ROWS_ON_CPU = (1, 16, 256, 1024)
+ROWS_ON_CUDA = (1, 16, 64, 256, 1024, 4184, 16736, 33472)
+"""33472 is a 768p clip of 4 s on one GPU, 16736 and 4184 the same on 2 and on 8."""
+
+Progress = Callable[[str, float], None]
+"""Told the step that begins and the share of the run that is done."""
+
+
+def quiet(_step: str, _share: float) -> None:
+    pass
+
+
+def run(
+    rows: Sequence[int] | None = None,
+    *,
+    seconds: float | None = None,
+    rounds: int | None = None,
+    bf16: bool = False,
+    seed: int = 0,
+    hidden: int = contract.HIDDEN,
+    ffn: int = contract.FFN,
+    device: torch.device | None = None,
+    timer: Timer | None = None,
+    norm_quant: peer_set.NormQuant | None = None,
+    progress: Progress = quiet,
+) -> Record:
+    """Benchmark the operator on ``device`` (the best one unless given) at each of these numbers of rows.
+
+    ``norm_quant`` is stage 1 alone; the backend's own unless given.
+    """
+    device = device or dispatch.best()[0]
+    backend = dispatch.select(device)
+    norm_quant = norm_quant or peer_set.stage1_of(backend)
+    on_cuda = device.type == "cuda"
+    timer = timer or device_timer(device)
+    plan = Plan() if on_cuda else CPU_PLAN
+    given = {"seconds": seconds, "rounds": rounds}
+    plan = replace(plan, **{name: value for name, value in given.items() if value is not None})
+    rows = tuple(rows or (ROWS_ON_CUDA if on_cuda else ROWS_ON_CPU))
+
+    with current(device):
+        progress("make layer", 0.0)
+        whole = synthetic.layer(max(rows), hidden, ffn, seed=seed).to(device)
+        packed = prepare_fc1_weight_fp8(whole.weight)
+        natural = tuple(unpack_fc1_rows(part) for part in packed)
+        copy_gb_s = copy_bandwidth(device, timer, 2**30 if on_cuda else 2**26) / 1e9
+        host_us = None
+        results, described = [], {}
+        for i, count in enumerate(rows):
+
+            def part(step: str, share: float, i: int = i, count: int = count) -> None:
+                progress(f"{count:,} rows: {step}", (i + share) / len(rows))
+
+            layer = whole.rows(torch.arange(count, device=whole.x.device))
+            problem = Problem(layer, packed, natural)
+            if on_cuda:
+                torch.compiler.reset()  # torch compiles one function for at most eight shapes
+                peers = peer_set.on_cuda(problem, norm_quant, bf16)
+                if host_us is None:
+                    host_us = _host_us(whole, packed, natural, timer)
+            else:
+                peers = peer_set.on_cpu(problem, norm_quant, bf16)
+            described |= {peer.name: peer.what for peer in peers}
+            results += measure(problem, peers, timer, plan, part)
+            del layer, problem, peers
+            if on_cuda:
+                torch.cuda.empty_cache()
+    return Record(
+        date=datetime.date.today().isoformat(),
+        environment=doctor.environment() | {"cutlass_dsl": _cutlass_version()},
+        device={"device": str(device), "backend": backend.NAME} | (gpu(device) if on_cuda else {}),
+        settings={**asdict(plan), "rows": list(rows), "seed": seed},
+        hidden=hidden,
+        ffn=ffn,
+        copy_gb_s=copy_gb_s,
+        host_us=host_us,
+        peers=described,
+        results=results,
+    )
+
+
+def current(device: torch.device) -> contextlib.AbstractContextManager:
+    """Make this the current device, on whose stream a ``CudaTimer`` records."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def device_timer(device: torch.device) -> Timer:
+    """The timer for calls on this device."""
+    return CudaTimer() if device.type == "cuda" else HostTimer()
+
+
+def measure(
+    problem: Problem, peers: Sequence[Peer], timer: Timer, plan: Plan, progress: Progress = quiet
+) -> list[Result]:
+    """Check and time these peers on one problem. A peer that raises, or finds no memory, is a result that says so."""
+    rows = problem.shape[0]
+    sample = sample_rows(rows).to(problem.layer.x.device)
+    sampled = (*problem.layer.rows(sample).activations, *problem.packed)
+    progress("reference", 0.0)
+    exact = vars(reference.fc1_swiglu_fp8(*sampled, return_intermediates=True))
+    runs, errors, bursts, skipped = {}, {}, {}, {}
+    for i, peer in enumerate(peers):
+        progress(f"first call of {peer.name}", 0.2 * i / len(peers))
+        try:
+            got = peer.call()
+            errors[peer.name] = error_of(got[sample], exact[peer.output]) if peer.output else None
+            del got
+            runs[peer.name] = timer.prepare(peer.call, rows)
+            bursts[peer.name] = burst(runs[peer.name], timer, plan)
+        except (RuntimeError, ValueError) as error:
+            runs.pop(peer.name, None)
+            skipped[peer.name] = describe(error)
+            if isinstance(error, torch.OutOfMemoryError):
+                torch.cuda.empty_cache()
+    samples, failed = interleave(runs, timer, plan, lambda share: progress("side by side", 0.2 + 0.8 * share))
+    skipped |= failed
+    return [
+        Result.of(
+            rows,
+            peer,
+            times_of(samples[peer.name], bursts[peer.name]) if samples.get(peer.name) else None,
+            errors.get(peer.name),
+            skipped.get(peer.name),
+        )
+        for peer in peers
+    ]
+
+
+def sample_rows(rows: int) -> torch.Tensor:
+    """Up to 64 random row numbers, ascending."""
+    return torch.randperm(rows, generator=torch.Generator().manual_seed(0))[:SAMPLE_ROWS].sort().values
+
+
+def error_of(got: torch.Tensor, exact: torch.Tensor) -> Error:
+    """Sampled rows of an output against the reference's."""
+    found = compare(got.float(), exact.float())
+    return Error(finite(found.relative_rms), violations(got, exact), found.rows)
+
+
+def violations(got: torch.Tensor, exact: torch.Tensor) -> int:
+    """Elements out of tolerance; a NaN is, whatever the reference has."""
+    exact = exact.float()
+    return (~((got.float() - exact).abs() <= ABSOLUTE + RELATIVE * exact.abs())).sum().item()
+
+
+def times_of(seconds: Sequence[float], burst_seconds: float | None) -> Times:
+    us = sorted(1e6 * value for value in seconds)
+    lower, median, upper = statistics.quantiles(us, n=4, method="inclusive") if len(us) > 1 else us * 3
+    return Times(len(us), median, lower, upper, None if burst_seconds is None else 1e6 * burst_seconds)
+
+
+def _host_us(
+    whole: synthetic.Layer, packed: tuple[torch.Tensor, ...], natural: tuple[torch.Tensor, ...], timer: Timer
+) -> float | None:
+    """Host time of a call at one row, into buffers; None where the operator does not run."""
+    one = Problem(whole.rows(torch.zeros(1, dtype=torch.long, device=whole.x.device)), packed, natural)
+    call = peer_set.ours(one).call
+    try:
+        call()
+        return 1e6 * host_seconds(call, timer)
+    except (RuntimeError, ValueError):
+        return None
+
+
+def gpu(device: torch.device) -> dict:
+    """Name, driver, power limit and greatest clock, as nvidia-smi tells; what it does not tell is left out."""
+    properties = torch.cuda.get_device_properties(device)
+    found = {
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+    }
+    fields = {"driver": "driver_version", "power_limit_w": "power.limit", "max_sm_clock_mhz": "clocks.max.sm"}
+    try:
+        uuid = str(properties.uuid).removeprefix("GPU-")
+        command = ["nvidia-smi", f"--query-gpu={','.join(fields.values())}", f"--id=GPU-{uuid}"]
+        command.append("--format=csv,noheader,nounits")
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError, AttributeError):  # not installed, not permitted, an older torch
+        return found
+    told = dict(zip(fields, (value.strip() for value in done.stdout.split(",")), strict=False))
+    for name in ("power_limit_w", "max_sm_clock_mhz"):
+        with contextlib.suppress(KeyError, ValueError):
+            told[name] = float(told[name])
+    return found | told
+
+
+def _cutlass_version() -> str | None:
+    try:
+        return metadata.version("nvidia-cutlass-dsl")
+    except metadata.PackageNotFoundError:  # unpacked by hand, or not there
+        return getattr(sys.modules.get("cutlass"), "__version__", None)

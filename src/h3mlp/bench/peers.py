@@ -1,0 +1,193 @@
+"""What is timed: the operator, and what a user would run in its place."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+import torch.nn.functional as F
+
+from .. import contract, reference, synthetic
+from ..operator import allocate, fc1_swiglu_fp8
+from . import work
+
+OURS = "h3mlp"
+OURS_FAST = "h3mlp, fast"
+GEMM = "bare GEMM, fast"
+GEMM_FP32 = "bare GEMM, FP32"
+CHAIN = "chain, compiled"
+CHAIN_EAGER = "chain, eager"
+BF16 = "BF16"
+STAGE1 = "h3mlp stage 1"
+CHAIN_STAGE1 = "chain stage 1"
+
+STAGE1_ROWS = 4096
+"""Rows of the reference's stage 1 at a time: 176 MB in FP64."""
+
+Compile = Callable[[Callable], Callable]
+NormQuant = Callable[[contract.Inputs, float, torch.Tensor, torch.Tensor], None]
+"""Stage 1 alone: from inputs and eps into a_q and s_row."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One line of the benchmark.
+
+    Attributes:
+        name: what tables and plots call it.
+        what: what it is, in a line.
+        work: operations and bytes of a call.
+        call: makes one call and returns its output.
+        output: which of the reference's values the output stands for; None where it is another one.
+    """
+
+    name: str
+    what: str
+    work: work.Work
+    call: Callable[[], torch.Tensor]
+    output: str | None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One number of rows: a batch, its packed weight, and the same weight with all gate rows before all up rows."""
+
+    layer: synthetic.Layer
+    packed: tuple[torch.Tensor, torch.Tensor]
+    natural: tuple[torch.Tensor, torch.Tensor]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Rows, H and F."""
+        return *self.layer.x.shape, self.layer.weight.shape[0] // 2
+
+    @cached_property
+    def inputs(self) -> contract.Inputs:
+        return contract.Inputs(*self.layer.activations, *self.packed)
+
+    @cached_property
+    def buffers(self) -> contract.Buffers:
+        return allocate(self.inputs)
+
+    @cached_property
+    def quantized(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The reference's codes and scales of x: what the bare GEMM reads."""
+        parts = [
+            reference.norm_quant(*self.layer.rows(chosen).activations)
+            for chosen in torch.arange(self.shape[0], device=self.layer.x.device).split(STAGE1_ROWS)
+        ]
+        return torch.cat([part.a_q for part in parts]), torch.cat([part.s_row for part in parts])
+
+
+def norm_adaln_quant(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, index: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stage 1 as a user writes it: RMSNorm in FP32, AdaLN in BF16, one FP8 scale a row. Codes [M, H], scales [M, 1]."""
+    x32 = x.float()
+    n = (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + contract.EPS) * weight.float()).to(x.dtype)
+    a = n * (1 + scale[index]) + shift[index]
+    s_row = a.abs().amax(-1, keepdim=True).float().clamp(min=contract.AMAX_FLOOR) / contract.E4M3_MAX
+    codes = (a.float() / s_row).clamp(-contract.E4M3_MAX, contract.E4M3_MAX).to(contract.QUANTIZED)
+    return codes, s_row
+
+
+def silu_mul(h: torch.Tensor) -> torch.Tensor:
+    """SwiGLU on [M, 2F], gate columns first."""
+    gate, up = h.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def rowwise_gemm(
+    a_q: torch.Tensor, s_row: torch.Tensor, w_q: torch.Tensor, w_scale: torch.Tensor, fast: bool
+) -> torch.Tensor:
+    """BF16 [M, 2F] by torch's FP8 GEMM, scales a row of both. ``fast`` never promotes the tensor core's accumulator."""
+    scale_b = w_scale[None, :]
+    return torch._scaled_mm(
+        a_q, w_q.T, scale_a=s_row, scale_b=scale_b, out_dtype=contract.ACTIVATION, use_fast_accum=fast
+    )
+
+
+def on_cuda(
+    problem: Problem, norm_quant: NormQuant | None = None, bf16: bool = False, compiled: Compile | None = None
+) -> list[Peer]:
+    """The peers on a CUDA device. ``compiled`` is ``torch.compile`` for exactly these shapes unless given."""
+    compiled = compiled or partial(torch.compile, dynamic=False)
+    layer, shape = problem.layer, problem.shape
+    operator, gemm = work.operator(*shape), work.gemm(*shape)
+
+    def bare(fast: bool) -> torch.Tensor:
+        a_q, s_row = problem.quantized
+        return rowwise_gemm(a_q, s_row[:, None], *problem.natural, fast)
+
+    def chain(first: Callable, last: Callable) -> torch.Tensor:
+        return last(rowwise_gemm(*first(*layer.activations), *problem.natural, fast=True))
+
+    first, last = compiled(norm_adaln_quant), compiled(silu_mul)
+    eager = partial(chain, norm_adaln_quant, silu_mul)
+    peers = [
+        ours(problem),
+        Peer(OURS_FAST, 'the operator, accumulate="fast"', operator, _call(problem, accumulate="fast"), "y"),
+        Peer(GEMM, "torch._scaled_mm, a scale a row, use_fast_accum=True", gemm, partial(bare, True), "h"),
+        Peer(GEMM_FP32, "torch._scaled_mm, a scale a row, use_fast_accum=False", gemm, partial(bare, False), "h"),
+        Peer(CHAIN, "torch.compile, the fast GEMM, torch.compile", operator, partial(chain, first, last), "y"),
+        Peer(CHAIN_EAGER, "the same chain, not compiled", operator, eager, "y"),
+        *_stage1(problem, norm_quant),
+        Peer(
+            CHAIN_STAGE1,
+            "torch.compile(RMSNorm + AdaLN + quantization) alone",
+            work.norm_quant(*shape[:2]),
+            lambda: first(*layer.activations)[0],
+            "a_q",
+        ),
+    ]
+    if bf16:
+        weight = partial(F.linear, layer.x, layer.weight)
+        peers.append(Peer(BF16, "the bare GEMM in BF16", work.gemm_bf16(*shape), weight, None))
+    return peers
+
+
+def on_cpu(problem: Problem, norm_quant: NormQuant | None = None, bf16: bool = False) -> list[Peer]:
+    """The peers on the CPU, where torch has no fast FP8 GEMM: the eager chain dequantizes and multiplies in FP32."""
+    layer, shape = problem.layer, problem.shape
+    w_q, w_scale = problem.natural
+
+    def chain() -> torch.Tensor:
+        stage1 = reference.norm_quant(*layer.activations)
+        acc = stage1.a_q.float() @ w_q.float().T
+        return silu_mul(reference.dequantize(acc, stage1.s_row, w_scale))
+
+    what = "plain torch: stage 1, dequantize, matmul in FP32, silu * up"
+    peers = [ours(problem), Peer(CHAIN_EAGER, what, work.operator(*shape), chain, "y"), *_stage1(problem, norm_quant)]
+    if bf16:
+        what = "the BF16 layer that the operator replaces"
+        peers.append(Peer(BF16, what, work.gemm_bf16(*shape), layer.forward_bf16, None))
+    return peers
+
+
+def ours(problem: Problem) -> Peer:
+    """The operator itself, as it is called by default."""
+    return Peer(OURS, "the operator, into buffers", work.operator(*problem.shape), _call(problem), "y")
+
+
+def _call(problem: Problem, **options: str) -> Callable[[], torch.Tensor]:
+    return lambda: fc1_swiglu_fp8(*problem.inputs, **problem.buffers._asdict(), **options)
+
+
+def _stage1(problem: Problem, norm_quant: NormQuant | None) -> list[Peer]:
+    """Stage 1 alone, where the backend tells how."""
+    if norm_quant is None:
+        return []
+    _, a_q, s_row = problem.buffers
+
+    def call() -> torch.Tensor:
+        norm_quant(problem.inputs, contract.EPS, a_q, s_row)
+        return a_q
+
+    what = "RMSNorm + AdaLN + quantization alone"
+    return [Peer(STAGE1, what, work.norm_quant(*problem.shape[:2]), call, "a_q")]
+
+
+def stage1_of(backend: object) -> NormQuant | None:
+    """The function of a backend module that is stage 1 alone. (A submodule may have the second name.)"""
+    found = (getattr(backend, name, None) for name in ("stage1", "norm_quant"))
+    return next((function for function in found if callable(function)), None)

@@ -1,0 +1,142 @@
+"""The result of a run, and its JSON file."""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from . import work
+from .peers import OURS, Peer
+
+SCHEMA = 1
+
+COMPUTE_ROWS = 1024
+"""From here on multiplying takes longer than reading the weight, on every device: at 1600 TFLOPS and 4.2 TB/s from 190
+rows on."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Microseconds of a call: hot and interleaved (median and quartiles of ``rounds``), and the best of a burst."""
+
+    rounds: int
+    median_us: float
+    lower_us: float
+    upper_us: float
+    burst_us: float | None
+
+
+@dataclass(frozen=True)
+class Error:
+    """An output against the reference on ``rows`` sampled rows.
+
+    Attributes:
+        relative_rms: RMS of the difference over RMS of the reference; None where that is not finite.
+        violations: elements further from the reference than 0.01 + 1.6%, NaN included.
+        rows: rows compared.
+    """
+
+    relative_rms: float | None
+    violations: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """One peer at one number of rows. ``skipped`` says why there are no times."""
+
+    rows: int
+    peer: str
+    flops: int
+    bytes: int
+    times: Times | None
+    error: Error | None
+    skipped: str | None = None
+
+    @classmethod
+    def of(cls, rows: int, peer: Peer, times: Times | None, error: Error | None, skipped: str | None) -> "Result":
+        return cls(rows, peer.name, peer.work.flops, peer.work.bytes, times, error, skipped)
+
+
+@dataclass(frozen=True)
+class Record:
+    """A whole run: where, how, and what came out. Bandwidth and rates in units of 10^9 a second."""
+
+    date: str
+    environment: dict
+    device: dict
+    settings: dict
+    hidden: int
+    ffn: int
+    copy_gb_s: float
+    host_us: float | None
+    peers: dict[str, str]
+    results: list[Result]
+
+    def as_json(self) -> dict:
+        return {"schema": SCHEMA, **asdict(self)}
+
+    @property
+    def ok(self) -> bool:
+        """Whether the operator was measured at every number of rows and is nowhere out of tolerance."""
+        ours = [result for result in self.results if result.peer == OURS]
+        return bool(ours) and all(r.times and r.error and r.error.violations == 0 for r in ours)
+
+    @property
+    def row_counts(self) -> list[int]:
+        return sorted({result.rows for result in self.results})
+
+    def at(self, rows: int) -> dict[str, Result]:
+        """The results at this number of rows, by peer."""
+        return {result.peer: result for result in self.results if result.rows == rows}
+
+    @property
+    def peak_gflops(self) -> float:
+        """The highest rate that anything in the run reached, in a burst where there was one; 0 where no number of rows
+        is large enough to tell."""
+        timed = [(r.flops, r.times) for r in self.results if r.times and r.rows >= COMPUTE_ROWS]
+        return max((flops / (times.burst_us or times.median_us) / 1e3 for flops, times in timed), default=0.0)
+
+    def limit_us(self, rows: int) -> float:
+        """Microseconds that a call takes at least: the longer of its minimal bytes at the copy bandwidth and its
+        operations at the peak rate."""
+        least = work.limit(rows, self.hidden, self.ffn)
+        moving = least.bytes / self.copy_gb_s / 1e3
+        return max(moving, least.flops / self.peak_gflops / 1e3) if self.peak_gflops else moving
+
+
+def save(record: Record, path: Path) -> None:
+    """Write the record as JSON. The file appears whole or not at all."""
+    text = json.dumps(record.as_json(), indent=2, allow_nan=False)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text + "\n", encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load(path: Path) -> Record:
+    """Read what ``save`` wrote.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content.pop("schema", None) != SCHEMA:
+            raise ValueError(f"no record of schema {SCHEMA}")
+        content["results"] = [_result(entry) for entry in content["results"]]
+        return Record(**content)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{str(path)!r} is not what h3mlp bench --json-out writes ({error})") from error
+
+
+def _result(entry: dict) -> Result:
+    parts = {"times": Times, "error": Error}
+    return Result(**{name: parts[name](**v) if name in parts and v else v for name, v in entry.items()})
+
+
+def finite(value: float) -> float | None:
+    """JSON has no NaN and no Inf."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,56 @@
+"""``h3mlp kernels``: compile every GPU kernel, without a GPU, and show what the machine code needs and uses."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from itertools import groupby
+from operator import attrgetter
+
+from rich.console import Group
+from rich.table import Table
+
+from .backends import cute
+from .backends.cute import jit, sass
+
+
+def run(architectures: Iterable[str], on_step: Callable[[str], object]) -> list[sass.Report]:
+    """Compile every variant for each of the architectures; ``on_step`` is told which one is next.
+
+    Raises:
+        ImportError: the CuTe DSL is not installed.
+        RuntimeError: a kernel does not compile, or there is no nvdisasm.
+    """
+    reports = []
+    for arch in architectures:
+        for kernel in cute.kernels(arch):
+            on_step(f"{kernel.name} for {arch}")
+            reports.append(jit.inspect(kernel, arch))
+    return reports
+
+
+def as_json(reports: list[sass.Report]) -> dict:
+    """The reports as plain values, and whether all is well."""
+    return {"kernels": [asdict(report) for report in reports], "ok": not faults(reports)}
+
+
+def render(reports: list[sass.Report]) -> Group:
+    """The reports as tables for a terminal, one for each architecture; memory in bytes."""
+    return Group(*(_table(arch, list(found)) for arch, found in groupby(reports, key=attrgetter("arch"))))
+
+
+def _table(arch: str, reports: list[sass.Report]) -> Table:
+    table = Table(show_edge=False, pad_edge=False)
+    table.add_column(f"Kernels for {arch}", overflow="fold")
+    for column in ("Regs", "Local", "Shared", *sass.TENSOR_CORE):
+        table.add_column(column, justify="right", no_wrap=True)
+    for report in reports:
+        counts = (f"{report.instructions[name]:,}" if report.instructions[name] else "" for name in sass.TENSOR_CORE)
+        needs = (report.registers, report.local_bytes, report.shared_bytes)
+        table.add_row(report.kernel, *(f"{n:,}" for n in needs), *counts)
+    return table
+
+
+def faults(reports: list[sass.Report]) -> list[str]:
+    """Which kernels keep registers in local memory, or wait behind every wgmma; empty when none does."""
+    spills = [f"{r.kernel} for {r.arch} spills {r.local_bytes} bytes a thread" for r in reports if r.spills]
+    serialized = [f"{r.kernel} for {r.arch} waits behind every wgmma" for r in reports if r.serialized]
+    return [*spills, *serialized]

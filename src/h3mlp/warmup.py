@@ -1,0 +1,51 @@
+"""Compiling and loading ahead of the first call."""
+
+from collections.abc import Iterable
+
+import torch
+
+from . import check, contract, dispatch
+
+
+def warmup(
+    device: torch.device | str | int | None = None,
+    rows: Iterable[int] = (1, 64, 128, 4096, 32768),
+    *,
+    hidden: int = contract.HIDDEN,
+    ffn: int = contract.FFN,
+    accumulate: str = "fp32",
+) -> None:
+    """Compile and load the kernels for calls with so many rows, so that no call waits for it, nor a CUDA graph capture.
+
+    A kernel is compiled in seconds and then kept on disk (``$H3MLP_CACHE_DIR``, else the user's cache folder). On the
+    CPU there is nothing to do. Needs 2F * H bytes of device memory for the moment (154 MB).
+
+    Args:
+        device: which one; the fastest of this machine unless given.
+        rows: the numbers of rows M that calls will have; the kernel for one M serves many others.
+        hidden: H of the calls.
+        ffn: F of the calls.
+        accumulate: as in ``fc1_swiglu_fp8``.
+
+    Raises:
+        ValueError: an argument out of range.
+        NotImplementedError: no backend serves the device.
+        RuntimeError: a kernel does not compile or cannot be launched.
+    """
+    device = dispatch.best()[0] if device is None else torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    rows = tuple(rows)
+    for count in rows:
+        check.positive_int("rows", count)
+    for name, size, multiple in (
+        ("hidden", hidden, contract.HIDDEN_MULTIPLE),
+        ("ffn", ffn, contract.FFN_MULTIPLE),
+    ):
+        check.positive_int(name, size)
+        if size % multiple:
+            check.refuse(name, f"a multiple of {multiple}", size)
+    check.accumulate(accumulate)
+    prepare = getattr(dispatch.select(device), "warmup", None)
+    if prepare is not None:
+        prepare(device, rows, hidden, ffn, accumulate)

@@ -1,0 +1,387 @@
+"""The kernels against the reference, at the model's dimensions and at small ones that leave remainders everywhere."""
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from helpers import bits
+
+import h3mlp
+from h3mlp import accuracy, contract, dispatch, reference
+
+CUDA = torch.device("cuda", 0)
+ATOL, RTOL = 1e-2, 1.6e-2
+"""Two BF16 roundings of h, one of the SiLU and one of y, each half a step of 2^-8, make 0.8%; a rounding that flips
+because of the accumulator's error doubles its share."""
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or dispatch.select(CUDA).NAME != "cute", reason="needs a GPU that backend cute serves"
+)
+
+
+def make(rows: int, hidden: int = contract.HIDDEN, ffn: int = contract.FFN, seed: int = 0) -> contract.Inputs:
+    """As synthetic.layer, on the GPU."""
+    generator = torch.Generator(CUDA).manual_seed(seed)
+
+    def normal(*shape, std=1.0, mean=0.0):
+        return torch.empty(shape, dtype=torch.bfloat16, device=CUDA).normal_(mean, std, generator=generator)
+
+    weight = h3mlp.prepare_fc1_weight_fp8(normal(2 * ffn, hidden, std=hidden**-0.5))
+    index = torch.randint(9, (rows,), generator=generator, device=CUDA)
+    return contract.Inputs(
+        normal(rows, hidden), normal(hidden, std=0.1, mean=1.0), *normal(2, 9, hidden, std=0.1), index, *weight
+    )
+
+
+@pytest.fixture(scope="module")
+def model() -> contract.Inputs:
+    """The model's layer with 4097 rows."""
+    return make(4097)
+
+
+def first(inputs: contract.Inputs, rows: int) -> contract.Inputs:
+    return inputs._replace(x=inputs.x[:rows], adaln_index=inputs.adaln_index[:rows])
+
+
+def nan_buffers(inputs: contract.Inputs, spare: int = 3) -> contract.Buffers:
+    """NaN everywhere, and rows past the last that nobody may write."""
+    rows, hidden = inputs.x.shape
+    rows, ffn = rows + spare, inputs.fc1_weight_q.shape[0] // 2
+    return contract.Buffers(
+        torch.full((rows, ffn), torch.nan, dtype=torch.bfloat16, device=CUDA),
+        torch.full((rows, hidden), 0x7F, dtype=torch.uint8, device=CUDA).view(contract.QUANTIZED),
+        torch.full((rows,), torch.nan, device=CUDA),
+    )
+
+
+def call(inputs: contract.Inputs, accumulate: str = "fp32") -> contract.Buffers:
+    buffers = nan_buffers(inputs)
+    h3mlp.fc1_swiglu_fp8(*inputs, **buffers._asdict(), accumulate=accumulate)
+    rows = inputs.x.shape[0]
+    assert buffers.out[rows:].isnan().all()
+    assert buffers.workspace_scale[rows:].isnan().all()
+    assert (bits(buffers.workspace_q[rows:]) == 0x7F).all()
+    return contract.Buffers(*(buffer[:rows] for buffer in buffers))
+
+
+def check(inputs: contract.Inputs, got: contract.Buffers, chosen: torch.Tensor) -> None:
+    """These rows against the reference on the CPU (stage 1) and in FP64 on the GPU (stage 2, on those codes)."""
+    rows = inputs._replace(x=inputs.x[chosen], adaln_index=inputs.adaln_index[chosen])
+    want = reference.norm_quant(*(t.cpu() for t in rows[:5]))
+    a_q, s_row = got.workspace_q[chosen], got.workspace_scale[chosen]
+    wrong = (bits(a_q.cpu()) != bits(want.a_q)).sum().item()
+    assert wrong == 0, f"{wrong} codes differ"
+    assert torch.equal(bits(s_row.cpu()), bits(want.s_row))
+    acc = reference.accumulate(a_q, inputs.fc1_weight_q)
+    h = reference.dequantize(acc, s_row, inputs.fc1_weight_scale)
+    close(got.out[chosen], reference.swiglu(*reference.gate_and_up(h)))
+
+
+def close(y: torch.Tensor, want: torch.Tensor) -> None:
+    y, want = y.float(), want.float()
+    off = ~((y - want).abs() <= ATOL + RTOL * want.abs())
+    off &= ~(y.isnan() & want.isnan())
+    assert off.sum() <= max(4, 2e-7 * off.numel()), f"{off.sum()} of {off.numel()}, first {off.nonzero()[0].tolist()}"
+
+
+@pytest.mark.parametrize("rows", [1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 160, 161, 255, 257, 1000, 4097])
+def test_against_the_reference(model, rows):
+    inputs = first(model, rows)
+    check(inputs, call(inputs), accuracy.spread(rows, 160).to(CUDA))
+
+
+def test_33473_rows():
+    inputs = make(33473)
+    chosen = torch.cat([accuracy.spread(33473, 200), torch.tensor([33471, 33472])]).unique().to(CUDA)
+    check(inputs, call(inputs), chosen)
+
+
+@pytest.mark.parametrize("rows", [149_800, 400_000])
+def test_offsets_past_2_to_the_31(rows):
+    """out has 2^31 elements at M = 149,797, a_q and x at 399,458; these rows lie on both sides of it."""
+    inputs = make(rows)
+    columns = (contract.FFN, contract.HIDDEN)
+    near = [2**31 // n + k for n in columns for k in (-1, 0, 1) if 2**31 // n + k < rows]
+    chosen = torch.tensor([0, 1, rows // 2, rows - 2, rows - 1, *near]).unique().to(CUDA)
+    got = call(inputs)
+    check(inputs, got, chosen)
+    assert not got.out.isnan().any()
+
+
+@pytest.mark.parametrize(("hidden", "ffn"), [(128, 64), (384, 128), (640, 192), (1152, 1344)])
+@pytest.mark.parametrize("rows", [1, 33, 100, 300])
+def test_other_dimensions(hidden, ffn, rows):
+    """2F of one to 21 tiles of 128 rows, odd ones among them; K of one stage, and of intervals with a remainder."""
+    inputs = make(rows, hidden, ffn)
+    check(inputs, call(inputs), torch.arange(rows, device=CUDA))
+
+
+def test_edge_rows(model):
+    """Zero row, indices outside, NaN, Inf, an overflowing sum of squares, the smallest and largest BF16."""
+    inputs = first(model, 200)
+    x, index = inputs.x.clone(), inputs.adaln_index.clone()
+    shift = inputs.adaln_shift.clone()
+    shift[7] = 0
+    inputs = inputs._replace(x=x, adaln_index=index, adaln_shift=shift)
+    x[0] = 0
+    index[0] = 7  # with no shift: a = 0
+    index[1], index[2], index[3] = -1, 9, 2**40
+    x[2] = torch.nan
+    x[4, 5] = torch.nan
+    x[5, 6] = torch.inf
+    x[6] = 1e30
+    x[7] = torch.finfo(torch.bfloat16).smallest_normal / 4
+    x[8] = torch.finfo(torch.bfloat16).max
+    x[9] = -0.0
+    got = call(inputs)
+    check(inputs, got, torch.arange(200, device=CUDA))
+    assert (got.out[:4] == 0).all()
+    assert not got.out[:4].signbit().any()
+    assert got.out[4].isnan().all()
+    assert not got.out[10:].isnan().any()
+
+
+def test_unaligned_arguments(model):
+    """Views that begin at odd addresses, rows with gaps, and buffers where TMA cannot write."""
+    inputs = first(model, 130)
+    plain = call(inputs)
+
+    def moved(t: torch.Tensor) -> torch.Tensor:
+        """The same values one element further on, with a gap behind each row."""
+        shape = (*t.shape[:-1], t.shape[-1] + 3)
+        return torch.empty(shape, dtype=t.dtype, device=CUDA)[..., 1 : 1 + t.shape[-1]].copy_(t)
+
+    def shifted(t: torch.Tensor) -> torch.Tensor:
+        """Contiguous, one element further on."""
+        flat = torch.empty(t.numel() + 1, dtype=t.dtype, device=CUDA)[1:]
+        return flat.view(t.shape).copy_(t)
+
+    x, weight, scale, shift, index, w_q, w_scale = inputs
+    odd = contract.Inputs(
+        moved(x), shifted(weight), moved(scale), moved(shift), shifted(index), shifted(w_q), shifted(w_scale)
+    )
+    buffers = contract.Buffers(*(shifted(b) for b in nan_buffers(inputs, spare=0)))
+    h3mlp.fc1_swiglu_fp8(*odd, **buffers._asdict())
+    for got, want in zip(buffers, plain, strict=True):
+        assert torch.equal(bits(got), bits(want))
+
+
+def test_int32_and_int64_indices(model):
+    inputs = first(model, 700)
+    narrow = call(inputs._replace(adaln_index=inputs.adaln_index.int()))
+    for got, want in zip(narrow, call(inputs), strict=True):
+        assert torch.equal(bits(got), bits(want))
+
+
+def test_a_row_does_not_depend_on_the_others_nor_on_the_run(model):
+    """The same row in calls of 1 to 4097 rows, at other places, in company of NaN, twice: always the same bits, though
+    other tiles serve them."""
+    whole = call(model).out
+    assert torch.equal(bits(call(model).out), bits(whole))
+    order = torch.randperm(4097, device=CUDA, generator=torch.Generator(CUDA).manual_seed(1))
+    for rows in (1, 2, 40, 64, 100, 129, 700, 4097):
+        chosen = order[:rows]
+        some = model._replace(x=model.x[chosen], adaln_index=model.adaln_index[chosen])
+        assert torch.equal(bits(call(some).out), bits(whole[chosen])), rows
+    x = model.x.clone()
+    x[1::2] = torch.nan
+    assert torch.equal(bits(call(model._replace(x=x)).out[::2]), bits(whole[::2]))
+
+
+def accumulated(positive: bool, accumulate: str, rows: int = 256) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """(h as the kernel has it, exact h, RMS of a plain sum), for stage 2 on chosen codes.
+
+    The gate is 32 for every output, from one product: y = 32 * h_up. The sums are of random signs, with a second half
+    that takes the first one back: so they are exactly 0, and the error is not hidden by BF16. Or all products are
+    positive: then the mean over all outputs shows what is lost.
+    """
+    hidden, ffn = contract.HIDDEN, contract.FFN
+    generator = torch.Generator(CUDA).manual_seed(3)
+    a = torch.randn(rows, hidden, device=CUDA, generator=generator)
+    up = torch.randn(ffn, hidden, device=CUDA, generator=generator)
+    half = hidden // 2
+    if positive:
+        a, up = a.abs(), up.abs()
+    else:
+        a[:, half:], up[:, half:] = a[:, :half], -up[:, :half]
+    a[:, 0] = a[:, half] = 4.5
+    up[:, 0] = up[:, half] = 0
+    a_q, up_q = ((t * 448 / 6).clamp(-448, 448).to(contract.QUANTIZED) for t in (a, up))
+    w_q = torch.zeros(2, ffn, hidden, dtype=contract.QUANTIZED, device=CUDA)
+    w_q[0, :, 0], w_q[1] = 448, up_q
+    w_scale = torch.empty(2, ffn, device=CUDA)
+    gate = a_q[0, 0].item() * 448
+    w_scale[0], w_scale[1] = 32 / gate * 2**8, 2**-10
+    packed = h3mlp.pack_fc1_rows(w_q.view(2 * ffn, hidden)), h3mlp.pack_fc1_rows(w_scale.view(-1))
+    y = torch.full((rows, ffn), torch.nan, dtype=torch.bfloat16, device=CUDA)
+    from h3mlp.backends.cute import launch
+
+    launch.stage2(a_q, torch.full((rows,), 2.0**-8, device=CUDA), *packed, y, accumulate)
+    exact = (a_q.double() @ up_q.double().T) * 2.0**-18
+    plain = a_q.double().pow(2).mean().sqrt() * up_q.double().pow(2).mean().sqrt() * hidden**0.5 * 2.0**-18
+    return y.double() / 32, exact, plain.item()
+
+
+def test_fp32_accumulation_is_accurate():
+    """Relative RMS error of h at most 3e-4; all-positive data low by at most 0.25%, over 3.7 million outputs whose BF16
+    roundings are unbiased (0.2% / sqrt(3.7e6) = 1e-6)."""
+    got, exact, plain = accumulated(False, "fp32")
+    assert exact.abs().max() == 0
+    assert got.pow(2).mean().sqrt() / plain <= 3e-4
+    got, exact, _ = accumulated(True, "fp32")
+    low = 1 - (got / exact).mean().item()
+    assert 0 < low <= 0.0025
+
+
+def test_fast_accumulation_costs_what_its_docstring_says():
+    got, exact, _ = accumulated(True, "fast")
+    assert 0.07 <= 1 - (got / exact).mean().item() <= 0.11
+
+
+def test_memory_beyond_inputs_and_output(model):
+    """a_q and s_row, each rounded up to the allocator's 512 bytes (2 MB for the large one)."""
+    call(model)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y = h3mlp.fc1_swiglu_fp8(*model)
+    extra = torch.cuda.max_memory_allocated() - before - y.nbytes
+    assert extra <= model.x.shape[0] * (contract.HIDDEN + 4) + 2 * 2**21
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_no_host_synchronization(model):
+    call(model)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        h3mlp.fc1_swiglu_fp8(*model)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("rows", [1, 100, 4097])
+def test_cuda_graph(model, rows):
+    inputs = first(model, rows)
+    want = call(inputs).out
+    h3mlp.warmup(CUDA, rows=[rows])
+    buffers = nan_buffers(inputs)
+    x = torch.zeros_like(inputs.x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        h3mlp.fc1_swiglu_fp8(*inputs._replace(x=x), **buffers._asdict())
+    x.copy_(inputs.x)
+    graph.replay()
+    assert torch.equal(bits(buffers.out[:rows]), bits(want))
+
+
+def test_torch_compile_with_cuda_graphs(model):
+    inputs = first(model, 300)
+    want = call(inputs).out
+
+    @torch.compile(fullgraph=True, mode="reduce-overhead")
+    def step(*tensors):
+        return h3mlp.fc1_swiglu_fp8(*tensors) * 2
+
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        got = step(*inputs).clone()
+    assert torch.equal(bits(got), bits(want * 2))
+
+
+def test_side_stream(model):
+    """On the stream that is current, behind what is on it: 50 ms of waiting, then x itself."""
+    inputs = first(model, 300)
+    want = call(inputs).out
+    buffers, x = nan_buffers(inputs), torch.zeros_like(inputs.x)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        x.copy_(inputs.x)
+        h3mlp.fc1_swiglu_fp8(*inputs._replace(x=x), **buffers._asdict())
+    assert not stream.query()  # or nothing was shown
+    stream.synchronize()
+    assert torch.equal(bits(buffers.out[:300]), bits(want))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_second_device(model):
+    inputs = first(model, 300)
+    there = contract.Inputs(*(t.to("cuda:1") for t in inputs))
+    assert torch.cuda.current_device() == 0
+    got = h3mlp.fc1_swiglu_fp8(*there)
+    assert torch.equal(bits(got.cpu()), bits(call(inputs).out.cpu()))
+
+
+def test_threads():
+    """Eight at once, on a kernel that none of them has compiled yet."""
+    inputs = make(50, hidden=256, ffn=128)
+    outputs, errors = [None] * 8, []
+
+    def work(i):
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                outputs[i] = h3mlp.fc1_swiglu_fp8(*inputs)
+                torch.cuda.current_stream().synchronize()
+        except Exception as error:
+            errors.append(error)
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert all(torch.equal(bits(a), bits(b)) for a, b in itertools.pairwise(outputs))
+
+
+SCRIPT = """
+import torch, h3mlp
+from h3mlp import synthetic, reference
+layer = synthetic.layer(70, hidden=256, ffn=192)
+inputs = (*layer.activations, *h3mlp.prepare_fc1_weight_fp8(layer.weight))
+want = reference.fc1_swiglu_fp8(*inputs)
+got = h3mlp.fc1_swiglu_fp8(*(t.cuda() for t in inputs)).cpu()
+assert ((got.float() - want.float()).abs() <= 1e-2 + 1.6e-2 * want.float().abs()).all()
+print("agrees")
+"""
+
+
+def start(tmp_path, *tool: str) -> subprocess.Popen:
+    environment = {**os.environ, "H3MLP_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [*tool, sys.executable, "-c", SCRIPT]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_two_processes_with_a_cold_cache(tmp_path):
+    for process in [start(tmp_path), start(tmp_path)]:
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+        assert "agrees" in output
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
+def test_compute_sanitizer(tmp_path, tool):
+    process = start(
+        tmp_path, "compute-sanitizer", "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "99"
+    )
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output[-3000:]
+    assert "agrees" in output
+    assert "0 errors" in output or "0 hazards" in output
+
+
+def test_out_of_memory_says_so(model):
+    """out of 2^24 rows would take 481 GB. Then all is as before."""
+    rows = contract.MAX_ROWS
+    index = torch.zeros(rows, dtype=torch.int32, device=CUDA)
+    with pytest.raises(torch.OutOfMemoryError):
+        h3mlp.fc1_swiglu_fp8(*model._replace(x=model.x[:1].expand(rows, -1), adaln_index=index))
+    h3mlp.fc1_swiglu_fp8(*model)
