@@ -197,8 +197,8 @@ def accumulated(positive: bool, accumulate: str, rows: int = 256) -> tuple[torch
     """(h as the kernel has it, exact h, RMS of a plain sum), for stage 2 on chosen codes.
 
     The gate is 32 for every output, from one product: y = 32 * h_up. The sums are of random signs, with a second half
-    that takes the first one back: so they are exactly 0, and the error is not hidden by BF16. Or all products are
-    positive: then the mean over all outputs shows what is lost.
+    that takes the first one back, in another order: so they are exactly 0, and the error is not hidden by BF16. Or all
+    products are positive: then the mean over all outputs shows what is lost.
     """
     hidden, ffn = contract.HIDDEN, contract.FFN
     generator = torch.Generator(CUDA).manual_seed(3)
@@ -208,7 +208,8 @@ def accumulated(positive: bool, accumulate: str, rows: int = 256) -> tuple[torch
     if positive:
         a, up = a.abs(), up.abs()
     else:
-        a[:, half:], up[:, half:] = a[:, :half], -up[:, :half]
+        order = 1 + torch.randperm(half - 1, device=CUDA, generator=generator)
+        a[:, half + 1 :], up[:, half + 1 :] = a[:, order], -up[:, order]
     a[:, 0] = a[:, half] = 4.5
     up[:, 0] = up[:, half] = 0
     a_q, up_q = ((t * 448 / 6).clamp(-448, 448).to(contract.QUANTIZED) for t in (a, up))

@@ -94,10 +94,7 @@ class NormQuant:
 
     @property
     def name(self) -> str:
-        return (
-            f"norm_quant_h{self.hidden}_i{self.index_bits}_{'v16' if self.vectors else 'v2'}_w{self.warps}_r{self.rows}"
-            f"_ring{self.stages if self.ring else 0}_{self.ctas_per_sm}x{self.sms}"
-        )
+        return f"norm_quant_i{self.index_bits}{'' if self.vectors else '_scalar'}"
 
     # The shape of a row, in vectors and chunks.
 
