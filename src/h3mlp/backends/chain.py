@@ -13,6 +13,7 @@ import sys
 import torch
 
 from .. import contract, reference
+from . import no_nvidia_gpu
 
 NAME = "chain"
 
@@ -31,12 +32,8 @@ ALIGNMENT = 16
 
 
 def serves(device: torch.device) -> tuple[bool, str]:
-    if device.type != "cuda":
-        return False, "serves CUDA devices only"
-    if torch.version.hip:
-        return False, "needs an NVIDIA GPU; this torch is built for ROCm"
-    if not torch.cuda.is_available():
-        return False, "torch finds no CUDA device"
+    if refusal := no_nvidia_gpu(device):
+        return False, refusal
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < (8, 9):
         return False, f"needs FP8 tensor cores, compute capability 8.9 or newer; this is {major}.{minor}"

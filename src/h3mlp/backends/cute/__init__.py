@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ... import contract
+from .. import no_nvidia_gpu
 
 if TYPE_CHECKING:
     from .jit import Kernel
@@ -19,12 +20,8 @@ _ARCHITECTURE_OF = {(9, 0): "sm_90a"}
 
 
 def serves(device: torch.device) -> tuple[bool, str]:
-    if device.type != "cuda":
-        return False, "serves CUDA devices only"
-    if torch.version.hip:
-        return False, "needs an NVIDIA GPU; this torch is built for ROCm"
-    if not torch.cuda.is_available():
-        return False, "torch finds no CUDA device"
+    if refusal := no_nvidia_gpu(device):
+        return False, refusal
     major, minor = torch.cuda.get_device_capability(device)
     arch = _ARCHITECTURE_OF.get((major, minor))
     if arch is None:
