@@ -38,7 +38,7 @@ def good() -> demo.Demo:
     "wrong",
     [
         {"stage1_identical": False},
-        {"violations": 1},
+        {"violations": 5},
         {"against_fp64": Accuracy(1e-3, 60.0, 0.998, 2)},
         {"against_bf16": Accuracy(1.4, -3.0, 0.0, 2)},
         {"against_bf16": Accuracy(math.nan, math.nan, 0.0, 2)},

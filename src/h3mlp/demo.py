@@ -17,6 +17,7 @@ from .accuracy import Accuracy, bf16_steps, compare, spread
 from .bench import beside
 from .bench.harness import ABSOLUTE, RELATIVE, violations
 from .bench.plot import save_figure
+from .bench.record import VIOLATIONS_ALLOWED
 from .bench.record import Result as Timed
 from .operator import allocate, minimax_h3_fc1_swiglu_fp8
 from .weights import prepare_minimax_h3_fc1_weight_fp8
@@ -71,7 +72,7 @@ class Demo:
         """Whether the operator is right on this machine."""
         return (
             self.stage1_identical
-            and self.violations == 0
+            and self.violations <= VIOLATIONS_ALLOWED
             and (self.device != "cpu" or self.against_fp64.equal_share >= EQUAL_SHARE_MIN)
             and self.against_bf16.snr_db >= SNR_DB_MIN
         )

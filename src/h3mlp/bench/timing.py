@@ -124,7 +124,7 @@ class Plan:
     rounds: int = 20
     warm_rounds: int = 3
     warm_share: float = 0.2
-    pause: float = 1.0
+    pause: float = 0.3
     burst_runs: int = 5
 
 
