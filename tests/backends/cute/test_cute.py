@@ -1,11 +1,13 @@
 """What backend cute says about devices, and its errors; without a GPU."""
 
+import contextlib
+import functools
 import importlib.util
 
 import pytest
 import torch
+from helpers import make_inputs, nan_buffers
 
-from h3mlp import contract
 from h3mlp.backends import cute
 
 CUDA = torch.device("cuda", 0)
@@ -63,6 +65,102 @@ def test_importing_the_package_does_not_import_the_compiler():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.fixture
+def launched(monkeypatch):
+    """The kernels that ``launch`` runs, by name with their arguments, on a pretended GPU 0; they write 1 everywhere."""
+    pytest.importorskip("cutlass")
+    from h3mlp.backends.cute import jit, launch
+
+    calls = []
+
+    @functools.cache
+    def load(kernel, arch):
+        def run(*arguments):
+            calls.append((kernel.name, arch, arguments))
+            for written in arguments[5:7] if kernel.name.startswith("norm_quant") else arguments[4:5]:
+                written.fill_(1)
+
+        return run
+
+    monkeypatch.setattr(jit, "load", load)
+    monkeypatch.setattr(launch, "_gpu", lambda _device: ("sm_90a", 132))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # as the index of a CPU tensor's device
+    for cached in (launch._norm_quant, launch._gemm):
+        cached.cache_clear()
+    yield calls
+    for cached in (launch._norm_quant, launch._gemm):
+        cached.cache_clear()
+
+
+def names(calls: list) -> list[str]:
+    return [name for name, _, _ in calls]
+
+
+def test_both_kernels_are_launched_once(launched):
+    from h3mlp.backends.cute import launch
+
+    inputs, buffers = make_inputs(5), nan_buffers(5)
+    launch.run(inputs, 1e-5, buffers, "fp32")
+    launch.run(inputs._replace(adaln_index=inputs.adaln_index.int()), 1e-5, buffers, "fast")
+    assert names(launched) == ["norm_quant_i64", "gemm_sm90_128x32_fp32", "norm_quant_i32", "gemm_sm90_128x32_fast"]
+    _, arch, stage1 = launched[0]
+    assert arch == "sm_90a"
+    assert all(
+        a is b for a, b in zip(stage1, (*inputs[:5], buffers.workspace_q, buffers.workspace_scale), strict=False)
+    )
+    assert stage1[7:] == (1e-5,)
+    _, _, stage2 = launched[1]
+    wanted = (buffers.workspace_q, buffers.workspace_scale, *inputs[5:], buffers.out)
+    assert all(a is b for a, b in zip(stage2, wanted, strict=False))
+    assert stage2[5:] == (132,)
+
+
+def moved(t: torch.Tensor, gap: int = 0) -> torch.Tensor:
+    """The same values one element further on, and with rows further apart."""
+    wide = torch.zeros((*t.shape[:-1], t.shape[-1] + gap), dtype=t.dtype)
+    flat = torch.zeros(wide.numel() + 1, dtype=t.dtype)[1:]
+    return flat.view(wide.shape)[..., : t.shape[-1]].copy_(t)
+
+
+@pytest.mark.parametrize("name", ["x", "x_norm_weight", "adaln_scale", "adaln_shift"])
+def test_what_is_not_aligned_takes_the_scalar_kernel(launched, name):
+    from h3mlp.backends.cute import launch
+
+    inputs, buffers = make_inputs(5), nan_buffers(5)
+    launch.run(inputs._replace(**{name: moved(getattr(inputs, name))}), 1e-5, buffers, "fp32")
+    assert names(launched)[0] == "norm_quant_i64_scalar"
+    if name != "x_norm_weight":
+        gaps = getattr(inputs, name).new_zeros((16, 388))[: getattr(inputs, name).shape[0], :384]
+        launch.run(inputs._replace(**{name: gaps}), 1e-5, buffers, "fp32")
+        assert names(launched)[2] == "norm_quant_i64_scalar"
+
+
+@pytest.mark.parametrize("name", ["out", "workspace_q", "fc1_weight_q"])
+def test_where_tma_cannot_go_a_copy_does(launched, name):
+    """And what the kernels wrote arrives in the caller's buffers."""
+    from h3mlp.backends.cute import launch
+
+    inputs, buffers = make_inputs(5), nan_buffers(5)
+    if name == "fc1_weight_q":
+        inputs = inputs._replace(fc1_weight_q=moved(inputs.fc1_weight_q))
+    else:
+        buffers = buffers._replace(**{name: moved(getattr(buffers, name))})
+    launch.run(inputs, 1e-5, buffers, "fp32")
+    assert len(launched) == 2
+    stage2 = launched[1][2]
+    assert all(t.data_ptr() % 16 == 0 for t in (stage2[0], stage2[2], stage2[4]))
+    assert all((buffer.float() == 1).all() for buffer in buffers)
+
+
+def test_warmup_launches_each_kernel_once(launched, monkeypatch):
+    from h3mlp.backends.cute import launch
+
+    monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
+    launch.warmup(torch.device("cpu"), (1, 5, 32, 33472), 384, 14336, "fast")
+    want = ["gemm_sm90_128x160_fast", "gemm_sm90_128x32_fast", "norm_quant_i32", "norm_quant_i64"]
+    assert sorted(names(launched)) == want
+
+
 def test_a_failed_launch_says_what_was_attempted():
     pytest.importorskip("cutlass")
     from h3mlp.backends.cute import launch
@@ -70,17 +168,7 @@ def test_a_failed_launch_says_what_was_attempted():
     def fail(*_arguments):
         raise RuntimeError("CUDA Error Code: 1")
 
-    kernel = launch._Compiled("gemm_sm90_128x160_fp32", fail)
+    kernel = launch._Kernel("gemm_sm90_128x160_fp32", fail)
     message = "kernel gemm_sm90_128x160_fp32 was not launched on cpu for 77 rows: CUDA Error Code: 1"
     with pytest.raises(RuntimeError, match=message):
-        launch._launch(kernel, 77, torch.zeros(1))
-
-
-def test_vectors_fit():
-    pytest.importorskip("cutlass")
-    from h3mlp.backends.cute.norm_quant import vectors_fit
-
-    aligned = torch.zeros(4, 128, dtype=contract.ACTIVATION)
-    assert vectors_fit(aligned, aligned[0])
-    assert not vectors_fit(aligned, aligned.view(-1)[1:129])
-    assert not vectors_fit(torch.zeros(4, 132, dtype=contract.ACTIVATION)[:, :128])
+        kernel.launch(77, torch.zeros(1))

@@ -1,4 +1,7 @@
-"""Both kernels on torch's current stream. The host never waits for the device."""
+"""Both kernels on torch's current stream. The host never waits for the device.
+
+A denoising step makes 50 calls of the same shape, so what a shape needs is looked up once and kept.
+"""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -8,21 +11,21 @@ import torch
 
 from ... import contract
 from . import _ARCHITECTURE_OF, jit, variants
-from .norm_quant import vectors_fit
 
-TMA_ALIGNMENT = 16
-"""Bytes: where a tensor that TMA reads or writes may begin."""
-
-
-class _Gpu(NamedTuple):
-    arch: str
-    multiprocessors: int
+ALIGNMENT = 16
+"""Bytes: where a tensor that TMA reads or writes must begin, and one that stage 1 reads in vectors."""
 
 
-@lru_cache(maxsize=64)
-def _gpu(device: torch.device) -> _Gpu:
-    arch = _ARCHITECTURE_OF[torch.cuda.get_device_capability(device)]
-    return _Gpu(arch, torch.cuda.get_device_properties(device).multi_processor_count)
+class _Kernel(NamedTuple):
+    name: str
+    function: Callable
+
+    def launch(self, rows: int, *arguments) -> None:
+        try:
+            self.function(*arguments)
+        except RuntimeError as error:
+            device = arguments[0].device
+            raise RuntimeError(f"kernel {self.name} was not launched on {device} for {rows} rows: {error}") from error
 
 
 def run(inputs: contract.Inputs, eps: float, buffers: contract.Buffers, accumulate: str) -> None:
@@ -31,23 +34,32 @@ def run(inputs: contract.Inputs, eps: float, buffers: contract.Buffers, accumula
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return run(inputs, eps, buffers, accumulate)
-    out, a_q, s_row = (_placed(buffer) for buffer in buffers)
+    out, a_q, s_row = buffers
+    w_q, w_scale = inputs.fc1_weight_q, inputs.fc1_weight_scale
+    if (out.data_ptr() | a_q.data_ptr() | w_q.data_ptr()) % ALIGNMENT:
+        return _run_elsewhere(inputs, eps, buffers, accumulate)
     stage1(inputs, eps, a_q, s_row)
-    stage2(a_q, s_row, _placed_input(inputs.fc1_weight_q), inputs.fc1_weight_scale, out, accumulate)
-    for mine, given in zip((out, a_q, s_row), buffers, strict=True):
-        if mine is not given:
-            given.copy_(mine)
+    stage2(a_q, s_row, w_q, w_scale, out, accumulate)
     return None
 
 
+def _run_elsewhere(inputs: contract.Inputs, eps: float, buffers: contract.Buffers, accumulate: str) -> None:
+    """For tensors that do not begin where TMA can read and write: by way of copies that do."""
+    aligned = contract.Buffers(*(torch.empty_like(buffer) for buffer in buffers))
+    run(inputs._replace(fc1_weight_q=inputs.fc1_weight_q.clone()), eps, aligned, accumulate)
+    for buffer, copy in zip(buffers, aligned, strict=True):
+        buffer.copy_(copy)
+
+
 def stage1(inputs: contract.Inputs, eps: float, a_q: torch.Tensor, s_row: torch.Tensor) -> None:
-    """x [M, H] to codes a_q [M, H] and scales s_row [M]."""
+    """x [M, H] to codes a_q [M, H] and scales s_row [M]. a_q begins at a multiple of 16 bytes."""
     x, weight, scale, shift, index = inputs[:5]
     rows, hidden = x.shape
-    bits = 64 if index.dtype is torch.int64 else 32
-    vectors = vectors_fit(x, weight, scale, shift, a_q)
-    kernel = _norm_quant(x.device, hidden, bits, vectors)
-    _launch(kernel, rows, x, weight, scale, shift, index, a_q, s_row, eps)
+    addresses = x.data_ptr() | weight.data_ptr() | scale.data_ptr() | shift.data_ptr()
+    strides = x.stride(0) | scale.stride(0) | shift.stride(0)
+    vectors = not (addresses % ALIGNMENT or strides % contract.VECTOR)
+    kernel = _norm_quant(x.get_device(), hidden, 64 if index.dtype is torch.int64 else 32, vectors)
+    kernel.launch(rows, x, weight, scale, shift, index, a_q, s_row, eps)
 
 
 def stage2(
@@ -55,15 +67,12 @@ def stage2(
 ) -> None:
     """Codes and scales to y [M, F]. a_q, w_q and out begin at a multiple of 16 bytes."""
     rows, ffn = out.shape
-    gpu = _gpu(out.device)
-    tokens = variants.tile_tokens(ffn, rows, gpu.multiprocessors)
-    kernel = _gemm(out.device, a_q.shape[1], ffn, tokens, accumulate)
-    _launch(kernel, rows, a_q, s_row, w_q, w_scale, out, gpu.multiprocessors)
+    kernel, multiprocessors = _gemm(out.get_device(), rows, a_q.shape[1], ffn, accumulate)
+    kernel.launch(rows, a_q, s_row, w_q, w_scale, out, multiprocessors)
 
 
 def warmup(device: torch.device, rows: tuple[int, ...], hidden: int, ffn: int, accumulate: str) -> None:
     """Load what calls with so many rows launch, and launch it once, on one row: only then is it on the device."""
-    gpu = _gpu(device)
     with torch.cuda.device(device):
         x, weight = torch.zeros((2, 1, hidden), dtype=contract.ACTIVATION, device=device)
         w_q = torch.empty((2 * ffn, hidden), dtype=contract.QUANTIZED, device=device)
@@ -71,46 +80,31 @@ def warmup(device: torch.device, rows: tuple[int, ...], hidden: int, ffn: int, a
         out, a_q, s_row = x.new_empty((1, ffn)), w_q.new_empty((1, hidden)), w_scale.new_empty(1)
         for bits, dtype in ((32, torch.int32), (64, torch.int64)):
             index = torch.zeros(1, dtype=dtype, device=device)
-            kernel = _norm_quant(device, hidden, bits, True)
-            _launch(kernel, 1, x, weight[0], x, x, index, a_q, s_row, contract.EPS)
-        for tokens in {variants.tile_tokens(ffn, count, gpu.multiprocessors) for count in rows}:
-            kernel = _gemm(device, hidden, ffn, tokens, accumulate)
-            _launch(kernel, 1, a_q, s_row, w_q, w_scale, out, gpu.multiprocessors)
-
-
-class _Compiled(NamedTuple):
-    name: str
-    function: Callable
-
-
-def _launch(kernel: _Compiled, rows: int, *arguments) -> None:
-    try:
-        kernel.function(*arguments)
-    except RuntimeError as error:
-        device = arguments[0].device
-        raise RuntimeError(f"kernel {kernel.name} was not launched on {device} for {rows} rows: {error}") from error
+            kernel = _norm_quant(device.index, hidden, bits, True)
+            kernel.launch(1, x, weight[0], x, x, index, a_q, s_row, contract.EPS)
+        for kernel, multiprocessors in {_gemm(device.index, count, hidden, ffn, accumulate) for count in rows}:
+            kernel.launch(1, a_q, s_row, w_q, w_scale, out, multiprocessors)
 
 
 @lru_cache(maxsize=256)
-def _norm_quant(device: torch.device, hidden: int, index_bits: int, vectors: bool) -> _Compiled:
-    gpu = _gpu(device)
-    return _load(variants.norm_quant(hidden, index_bits, vectors, gpu.multiprocessors), gpu.arch)
+def _norm_quant(device: int, hidden: int, index_bits: int, vectors: bool) -> _Kernel:
+    arch, multiprocessors = _gpu(device)
+    return _load(variants.norm_quant(hidden, index_bits, vectors, multiprocessors), arch)
 
 
-@lru_cache(maxsize=256)
-def _gemm(device: torch.device, hidden: int, ffn: int, tokens: int, accumulate: str) -> _Compiled:
-    gpu = _gpu(device)
-    return _load(variants.gemm_sm90(hidden, ffn, tokens, accumulate), gpu.arch)
+@lru_cache(maxsize=4096)
+def _gemm(device: int, rows: int, hidden: int, ffn: int, accumulate: str) -> tuple[_Kernel, int]:
+    arch, multiprocessors = _gpu(device)
+    tokens = variants.tile_tokens(ffn, rows, multiprocessors)
+    return _load(variants.gemm_sm90(hidden, ffn, tokens, accumulate), arch), multiprocessors
 
 
-def _load(kernel: jit.Kernel, arch: str) -> _Compiled:
-    return _Compiled(kernel.name, jit.load(kernel, arch))
+@lru_cache(maxsize=64)
+def _gpu(device: int) -> tuple[str, int]:
+    """Its architecture and number of multiprocessors."""
+    arch = _ARCHITECTURE_OF[torch.cuda.get_device_capability(device)]
+    return arch, torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _placed(buffer: torch.Tensor) -> torch.Tensor:
-    """The buffer, or one in its stead that begins where TMA can write."""
-    return buffer if buffer.data_ptr() % TMA_ALIGNMENT == 0 else torch.empty_like(buffer)
-
-
-def _placed_input(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.data_ptr() % TMA_ALIGNMENT == 0 else tensor.clone()
+def _load(kernel: jit.Kernel, arch: str) -> _Kernel:
+    return _Kernel(kernel.name, jit.load(kernel, arch))

@@ -19,7 +19,7 @@ instructions for every 32 elements. Hence:
 - a / s_row costs three instructions of the FMA pipe and no branch (``quotient``).
 
 x, the weight and the tables may start at any element and have any row stride: ``vectors=True`` needs 16-byte alignment
-of both (``vectors_fit``), ``vectors=False`` loads element by element and computes the same bits. Row offsets are of 64
+of both, ``vectors=False`` loads element by element and computes the same bits. Row offsets are of 64
 bits.
 """
 
@@ -27,7 +27,6 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-import torch
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint16, Uint32, const_expr
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync
@@ -47,14 +46,6 @@ OUTSIDE = -1
 """The table row of an index outside the tables, and of a row past the last."""
 
 SMEM_PER_SM = 227 * 1024
-
-
-def vectors_fit(*tensors: torch.Tensor) -> bool:
-    """Whether ``NormQuant(vectors=True)`` may serve x, the norm weight, the tables and a_q, given in any order."""
-    return all(
-        t.data_ptr() % VECTOR_BYTES == 0 and all(n * t.element_size() % VECTOR_BYTES == 0 for n in t.stride()[:-1])
-        for t in tensors
-    )
 
 
 @dataclass(frozen=True)
