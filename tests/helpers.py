@@ -17,13 +17,34 @@ def make_inputs(
     return contract.Inputs(*layer.activations, *prepare_fc1_weight_fp8(layer.weight))
 
 
-def nan_buffers(rows: int, hidden: int = HIDDEN, ffn: int = FFN) -> contract.Buffers:
+def edge_inputs() -> contract.Inputs:
+    """Six rows: one of zeros that the shift leaves zero, NaN, a sum of squares that overflows, an Inf, an index outside
+    the tables, and a good one."""
+    inputs = make_inputs(6)
+    inputs.x[0] = 0
+    inputs.x[1] = torch.nan
+    inputs.x[2] = 3e38
+    inputs.x[3, 9] = torch.inf
+    inputs.adaln_index[0] = 0
+    inputs.adaln_index[4] = -1
+    inputs.adaln_shift[0] = -0.0
+    return inputs
+
+
+def nan_buffers(
+    rows: int, hidden: int = HIDDEN, ffn: int = FFN, device: torch.device | str = "cpu"
+) -> contract.Buffers:
     """Buffers in which an element that is not written shows."""
     return contract.Buffers(
-        out=torch.full((rows, ffn), torch.nan, dtype=contract.ACTIVATION),
-        workspace_q=torch.full((rows, hidden), torch.nan).to(contract.QUANTIZED),
-        workspace_scale=torch.full((rows,), torch.nan, dtype=contract.SCALE),
+        out=torch.full((rows, ffn), torch.nan, dtype=contract.ACTIVATION, device=device),
+        workspace_q=torch.full((rows, hidden), torch.nan, device=device).to(contract.QUANTIZED),
+        workspace_scale=torch.full((rows,), torch.nan, dtype=contract.SCALE, device=device),
     )
+
+
+def shifted(t: torch.Tensor) -> torch.Tensor:
+    """The same values, contiguous, one element beyond where an allocation begins: aligned to nothing wider."""
+    return t.new_empty(t.numel() + 1)[1:].view(t.shape).copy_(t)
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:

@@ -231,7 +231,7 @@ def test_the_peers_of_a_gpu_compute_what_they_say(problem):
     compiled = []
     found = harness.measure(
         problem,
-        peers.on_cuda(problem, cpu.norm_quant, bf16=True, compiled=lambda f: compiled.append(f) or f),
+        peers.on_cuda(problem, cpu.stage1, bf16=True, compiled=lambda f: compiled.append(f) or f),
         timing.HostTimer(),
         QUICK,
     )
@@ -297,12 +297,12 @@ def test_a_peer_that_cannot_run_is_skipped_and_the_others_go_on(problem):
 
 
 def test_stage_1_is_a_function_of_the_backend():
-    assert peers.stage1_of(cpu) is cpu.norm_quant
+    assert peers.stage1_of(cpu) is cpu.stage1
     package = ModuleType("cute")
     package.norm_quant = ModuleType("cute.norm_quant")
     assert peers.stage1_of(package) is None
-    package.stage1 = cpu.norm_quant
-    assert peers.stage1_of(package) is cpu.norm_quant
+    package.stage1 = cpu.stage1
+    assert peers.stage1_of(package) is cpu.stage1
 
 
 def test_limit_and_verdict(gpu_record):

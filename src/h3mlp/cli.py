@@ -43,19 +43,26 @@ def _plot_file(context: click.Context, parameter: click.Parameter, value: Path |
     return value
 
 
+def _file_option(flag: str, callback: Callable, what: str) -> Callable:
+    return click.option(
+        flag, type=click.Path(dir_okay=False, path_type=Path), callback=callback, metavar="FILE", help=what
+    )
+
+
+def _plot_option(what: str) -> Callable:
+    return _file_option("--plot", _plot_file, f"Draw {what} into FILE (.png, .svg or .pdf; needs h3mlp[plot]).")
+
+
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+
+
 @cli.command(short_help="Run one real-size layer and check it.")
 @click.option(
     "--rows", type=click.IntRange(1, contract.MAX_ROWS), help="Rows of x.  [default: 256 on the CPU, 4184 on a GPU]"
 )
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of all data.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
-@click.option(
-    "--plot",
-    type=click.Path(dir_okay=False, path_type=Path),
-    callback=_plot_file,
-    metavar="FILE",
-    help="Draw the error histograms into FILE (.png, .svg or .pdf; needs h3mlp[plot]).",
-)
+@_json_option
+@_plot_option("the error histograms")
 def demo(rows: int | None, seed: int, as_json: bool, plot: Path | None) -> int:
     """Run one real-size FC1 layer of synthetic weights on the best device and show that it is right.
 
@@ -93,14 +100,8 @@ class RowCounts(click.ParamType):
 @click.option("--seconds", type=click.FloatRange(0), help="Time for each number of rows.  [default: 10 on a GPU]")
 @click.option("--rounds", type=click.IntRange(1), help="Rounds at least.  [default: 20 on a GPU, 7 on the CPU]")
 @click.option("--bf16", is_flag=True, help="Time the BF16 GEMM too (on the CPU the BF16 layer).")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
-@click.option(
-    "--json-out",
-    type=click.Path(dir_okay=False, path_type=Path),
-    callback=_output_file,
-    metavar="FILE",
-    help="Write the result into FILE.",
-)
+@_json_option
+@_file_option("--json-out", _output_file, "Write the result into FILE.")
 @click.option(
     "--from",
     "source",
@@ -108,13 +109,7 @@ class RowCounts(click.ParamType):
     metavar="FILE",
     help="Measure nothing: show and plot what --json-out wrote, on any machine.",
 )
-@click.option(
-    "--plot",
-    type=click.Path(dir_okay=False, path_type=Path),
-    callback=_plot_file,
-    metavar="FILE",
-    help="Draw time over the limit into FILE (.png, .svg or .pdf; needs h3mlp[plot]).",
-)
+@_plot_option("time over the limit")
 def bench(
     rows: tuple[int, ...] | None,
     seconds: float | None,
@@ -155,7 +150,7 @@ def bench(
 
 
 @cli.command(short_help="Show which backend serves this machine.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@_json_option
 def doctor(as_json: bool) -> None:
     """Show the environment, each backend, and whether it serves this machine."""
     from . import doctor as job
@@ -177,7 +172,7 @@ def _architectures(_context: click.Context, _parameter: click.Parameter, value: 
 
 @cli.command(short_help="Compile the GPU kernels, without a GPU, and read their machine code.")
 @click.option("--arch", callback=_architectures, metavar="ARCH", help="The architecture, e.g. sm_90a.  [default: all]")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+@_json_option
 def kernels(arch: tuple[str, ...], as_json: bool) -> int:
     """Compile every GPU kernel and show its registers, memory and tensor core instructions. Needs no GPU.
 

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from helpers import FFN, bits, make_inputs, nan_buffers
+from helpers import FFN, bits, make_inputs, nan_buffers, shifted
 from torch.profiler import ProfilerActivity, profile
 
 from h3mlp import contract, reference
@@ -53,16 +53,9 @@ def test_accumulate_reaches_the_gemm(calls, accumulate, fast):
 def test_operands_at_odd_addresses_are_copied(calls):
     inputs, want, got = make_inputs(5), nan_buffers(5), nan_buffers(5)
     chain.run(inputs, 1e-5, want, "fp32")
-
-    def shifted(t):
-        arena = torch.zeros(t.nbytes + 16 + t.element_size(), dtype=torch.uint8)
-        first = -arena.data_ptr() % 16 + t.element_size()
-        moved = arena[first : first + t.nbytes].view(t.dtype).view(t.shape)
-        assert moved.data_ptr() % 16
-        return moved.copy_(t)
-
     weight = {name: shifted(getattr(inputs, name)) for name in ("fc1_weight_q", "fc1_weight_scale")}
     got = got._replace(workspace_q=shifted(got.workspace_q), workspace_scale=shifted(got.workspace_scale))
+    assert all(t.data_ptr() % 16 for t in (*weight.values(), got.workspace_q, got.workspace_scale))
     chain.run(inputs._replace(**weight), 1e-5, got, "fp32")
     assert len(calls) == 2
     for have, expected in zip(got, want, strict=True):
@@ -97,7 +90,7 @@ def test_memory_of_stage_1(monkeypatch):
     """Four blocks, each within BLOCK_BYTES; what remains, less than 1%, is a few values a row."""
     monkeypatch.setattr(chain, "BLOCK_BYTES", chain.STAGE1_BYTES * 5376 * 32)
     inputs, buffers = make_inputs(128, hidden=5376), nan_buffers(128, hidden=5376)
-    peak = peak_bytes(lambda: chain.norm_quant(inputs, 1e-5, buffers.workspace_q, buffers.workspace_scale))
+    peak = peak_bytes(lambda: chain.stage1(inputs, 1e-5, buffers.workspace_q, buffers.workspace_scale))
     assert 0.9 < peak / chain.BLOCK_BYTES < 1.01
 
 

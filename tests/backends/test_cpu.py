@@ -1,6 +1,6 @@
 import pytest
 import torch
-from helpers import Allocations, bits, make_inputs, nan_buffers
+from helpers import Allocations, bits, edge_inputs, make_inputs, nan_buffers, shifted
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +11,7 @@ from h3mlp.backends import cpu
 @pytest.mark.parametrize("rows", [1, 2, 63, 64, 65, 127, 128, 129, 300])
 def test_stage_1_is_the_reference_bit_for_bit(rows):
     inputs, buffers = make_inputs(rows), nan_buffers(rows)
-    cpu.norm_quant(inputs, 1e-5, buffers.workspace_q, buffers.workspace_scale)
+    cpu.stage1(inputs, 1e-5, buffers.workspace_q, buffers.workspace_scale)
     want = reference.fc1_swiglu_fp8(*inputs, return_intermediates=True)
     assert torch.equal(bits(buffers.workspace_q), bits(want.a_q))
     assert torch.equal(buffers.workspace_scale, want.s_row)
@@ -55,23 +55,13 @@ def test_stage_2_share():
 
 def test_a_weight_at_an_odd_byte():
     inputs, buffers, want = make_inputs(5), nan_buffers(5), nan_buffers(5)
-    arena = torch.zeros(inputs.fc1_weight_q.numel() + 1, dtype=torch.uint8)
-    odd = arena[1:].view(contract.QUANTIZED).view(inputs.fc1_weight_q.shape)
-    odd.copy_(inputs.fc1_weight_q)
     cpu.run(inputs, 1e-5, want, "fp32")
-    cpu.run(inputs._replace(fc1_weight_q=odd), 1e-5, buffers, "fp32")
+    cpu.run(inputs._replace(fc1_weight_q=shifted(inputs.fc1_weight_q)), 1e-5, buffers, "fp32")
     assert torch.equal(buffers.out, want.out)
 
 
 def test_edge_rows_through_both_stages():
-    inputs, buffers = make_inputs(6), nan_buffers(6)
-    inputs.x[0] = 0
-    inputs.x[1] = torch.nan
-    inputs.x[2] = 3e38
-    inputs.x[3, 9] = torch.inf
-    inputs.adaln_index[0] = 0
-    inputs.adaln_index[4] = -1
-    inputs.adaln_shift[0] = -0.0
+    inputs, buffers = edge_inputs(), nan_buffers(6)
     cpu.run(inputs, 1e-5, buffers, "fp32")
     want = reference.fc1_swiglu_fp8(*inputs, return_intermediates=True)
     assert torch.equal(bits(buffers.workspace_q), bits(want.a_q))

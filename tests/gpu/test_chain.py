@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import bits, make_inputs, nan_buffers
+from helpers import bits, edge_inputs, make_inputs, nan_buffers, shifted
 
 from h3mlp import contract, fc1_swiglu_fp8, reference
 from h3mlp.accuracy import compare
@@ -24,7 +24,7 @@ def on_gpu(tensors):
 
 def run(inputs: contract.Inputs, accumulate: str = "fp32") -> contract.Buffers:
     rows, hidden = inputs.x.shape
-    buffers = on_gpu(nan_buffers(rows, hidden, inputs.fc1_weight_q.shape[0] // 2))
+    buffers = nan_buffers(rows, hidden, inputs.fc1_weight_q.shape[0] // 2, CUDA)
     chain.run(inputs, 1e-5, buffers, accumulate)
     return buffers
 
@@ -84,21 +84,12 @@ def test_fp32_accumulation_of_positive_data():
 def test_operands_at_odd_addresses():
     inputs = on_gpu(make_inputs(20))
     want = run(inputs).out
-    arena = torch.zeros(inputs.fc1_weight_q.nbytes + 1, dtype=torch.uint8, device=CUDA)
-    odd = arena[1:].view(contract.QUANTIZED).view(inputs.fc1_weight_q.shape).copy_(inputs.fc1_weight_q)
-    assert torch.equal(run(inputs._replace(fc1_weight_q=odd)).out, want)
+    odd = inputs._replace(fc1_weight_q=shifted(inputs.fc1_weight_q))
+    assert torch.equal(run(odd).out, want)
 
 
 def test_edge_rows():
-    inputs = make_inputs(6)
-    inputs.x[0] = 0
-    inputs.x[1] = torch.nan
-    inputs.x[2] = 3e38
-    inputs.x[3, 9] = torch.inf
-    inputs.adaln_index[0] = 0
-    inputs.adaln_index[4] = -1
-    inputs.adaln_shift[0] = -0.0
-    inputs = on_gpu(inputs)
+    inputs = on_gpu(edge_inputs())
     got, want = run(inputs), reference.fc1_swiglu_fp8(*inputs, return_intermediates=True)
     assert torch.equal(bits(got.workspace_q), bits(want.a_q))
     assert torch.equal(got.workspace_scale, want.s_row)
@@ -118,7 +109,7 @@ def test_a_nan_in_a_weight_row_is_that_column():
 def test_in_a_cuda_graph():
     """Captured once, replayed on other data. Nothing in it waits for the device: a wait fails the capture."""
     first, second = (on_gpu(make_inputs(70, seed=seed)) for seed in (1, 2))
-    buffers, want = on_gpu(nan_buffers(70)), run(second)
+    buffers, want = nan_buffers(70, device=CUDA), run(second)
     chain.run(first, 1e-5, buffers, "fp32")  # libraries initialize
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -136,7 +127,7 @@ def test_in_a_cuda_graph():
 def test_memory_is_bounded():
     """At a real size, beyond the buffers: at most 1.5 * BLOCK_BYTES, and cuBLASLt's workspace, 32 MB on Hopper."""
     inputs = on_gpu(make_inputs(10000, hidden=5376, ffn=14336))
-    buffers = on_gpu(nan_buffers(10000, 5376, 14336))
+    buffers = nan_buffers(10000, 5376, 14336, CUDA)
     run(inputs._replace(x=inputs.x[:16], adaln_index=inputs.adaln_index[:16]))  # libraries initialize
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -7,9 +7,10 @@ import subprocess
 import sys
 import threading
 
+import helpers
 import pytest
 import torch
-from helpers import bits
+from helpers import bits, shifted
 
 import h3mlp
 from h3mlp import accuracy, contract, dispatch, reference
@@ -51,12 +52,7 @@ def first(inputs: contract.Inputs, rows: int) -> contract.Inputs:
 def nan_buffers(inputs: contract.Inputs, spare: int = 3) -> contract.Buffers:
     """NaN everywhere, and rows past the last that nobody may write."""
     rows, hidden = inputs.x.shape
-    rows, ffn = rows + spare, inputs.fc1_weight_q.shape[0] // 2
-    return contract.Buffers(
-        torch.full((rows, ffn), torch.nan, dtype=torch.bfloat16, device=CUDA),
-        torch.full((rows, hidden), 0x7F, dtype=torch.uint8, device=CUDA).view(contract.QUANTIZED),
-        torch.full((rows,), torch.nan, device=CUDA),
-    )
+    return helpers.nan_buffers(rows + spare, hidden, inputs.fc1_weight_q.shape[0] // 2, CUDA)
 
 
 def call(inputs: contract.Inputs, accumulate: str = "fp32") -> contract.Buffers:
@@ -155,11 +151,6 @@ def test_unaligned_arguments(model):
         """The same values one element further on, with a gap behind each row."""
         shape = (*t.shape[:-1], t.shape[-1] + 3)
         return torch.empty(shape, dtype=t.dtype, device=CUDA)[..., 1 : 1 + t.shape[-1]].copy_(t)
-
-    def shifted(t: torch.Tensor) -> torch.Tensor:
-        """Contiguous, one element further on."""
-        flat = torch.empty(t.numel() + 1, dtype=t.dtype, device=CUDA)[1:]
-        return flat.view(t.shape).copy_(t)
 
     x, weight, scale, shift, index, w_q, w_scale = inputs
     odd = contract.Inputs(

@@ -1,6 +1,8 @@
-"""What runs the operator on a device."""
+"""What runs the operator on a device, and what its ways to do that share."""
 
 import torch
+
+from .. import contract, reference
 
 
 def no_nvidia_gpu(device: torch.device) -> str | None:
@@ -12,3 +14,15 @@ def no_nvidia_gpu(device: torch.device) -> str | None:
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"
     return None
+
+
+def reference_stage1(
+    inputs: contract.Inputs, eps: float, a_q: torch.Tensor, s_row: torch.Tensor, block_rows: int
+) -> None:
+    """x [M, H] to codes a_q [M, H] and scales s_row [M] by the reference, ``block_rows`` rows at a time."""
+    for first in range(0, inputs.x.shape[0], block_rows):
+        block = slice(first, first + block_rows)
+        rows = inputs._replace(x=inputs.x[block], adaln_index=inputs.adaln_index[block])
+        found = reference.norm_quant(*rows[:5], eps)
+        s_row[block], a_q[block] = found.s_row, found.a_q
+        del found  # or its n, a and a_q, 5 bytes an element, would still be there in the next block

@@ -12,8 +12,8 @@ import sys
 
 import torch
 
-from .. import contract, reference
-from . import no_nvidia_gpu
+from .. import contract
+from . import no_nvidia_gpu, reference_stage1
 
 NAME = "chain"
 
@@ -44,18 +44,14 @@ def serves(device: torch.device) -> tuple[bool, str]:
 
 def run(inputs: contract.Inputs, eps: float, buffers: contract.Buffers, accumulate: str) -> None:
     """Both stages. The arguments are checked, and the buffers have exactly M rows."""
-    norm_quant(inputs, eps, buffers.workspace_q, buffers.workspace_scale)
+    stage1(inputs, eps, buffers.workspace_q, buffers.workspace_scale)
     weight = inputs.fc1_weight_q, inputs.fc1_weight_scale
     gemm_swiglu(buffers.workspace_q, buffers.workspace_scale, *weight, buffers.out, accumulate == "fast")
 
 
-def norm_quant(inputs: contract.Inputs, eps: float, a_q: torch.Tensor, s_row: torch.Tensor) -> None:
-    """Stage 1: x [M, H] to codes a_q [M, H] and scales s_row [M]."""
-    for block in _blocks(*inputs.x.shape, STAGE1_BYTES):
-        rows = inputs._replace(x=inputs.x[block], adaln_index=inputs.adaln_index[block])
-        stage1 = reference.norm_quant(*rows[:5], eps)
-        s_row[block], a_q[block] = stage1.s_row, stage1.a_q
-        del stage1  # or its n, a and a_q, 5 bytes an element, would still be there in the next block
+def stage1(inputs: contract.Inputs, eps: float, a_q: torch.Tensor, s_row: torch.Tensor) -> None:
+    """x [M, H] to codes a_q [M, H] and scales s_row [M]."""
+    reference_stage1(inputs, eps, a_q, s_row, _block_rows(inputs.x.shape[1], STAGE1_BYTES))
 
 
 def gemm_swiglu(
@@ -82,11 +78,15 @@ def swiglu(h: torch.Tensor, out: torch.Tensor) -> None:
     torch.mul(torch.nn.functional.silu(gate), up, out=out)
 
 
+def _block_rows(columns: int, element_bytes: int) -> int:
+    """Rows of a block of which [rows, columns] takes at most BLOCK_BYTES (but at least one)."""
+    rows = max(1, BLOCK_BYTES // (columns * element_bytes))
+    return rows - rows % ROW_TILE if rows > ROW_TILE else rows
+
+
 def _blocks(rows: int, columns: int, element_bytes: int) -> list[slice]:
-    """Slices of the rows, of which each [block, columns] takes at most BLOCK_BYTES (but has at least one row)."""
-    step = max(1, BLOCK_BYTES // (columns * element_bytes))
-    if step > ROW_TILE:
-        step -= step % ROW_TILE
+    """Slices of the rows, block by block."""
+    step = _block_rows(columns, element_bytes)
     return [slice(first, first + step) for first in range(0, rows, step)]
 
 

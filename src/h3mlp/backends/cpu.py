@@ -8,7 +8,8 @@ E4M3 codes and their products are exact in FP32, so the only error of stage 2 is
 
 import torch
 
-from .. import contract, reference
+from .. import contract
+from . import reference_stage1
 
 NAME = "cpu"
 
@@ -29,17 +30,13 @@ def serves(device: torch.device) -> tuple[bool, str]:
 
 def run(inputs: contract.Inputs, eps: float, buffers: contract.Buffers, accumulate: str) -> None:  # noqa: ARG001
     """Both stages, always in FP32. The arguments are checked, and the buffers have exactly M rows."""
-    norm_quant(inputs, eps, buffers.workspace_q, buffers.workspace_scale)
+    stage1(inputs, eps, buffers.workspace_q, buffers.workspace_scale)
     gemm_swiglu(buffers.workspace_q, buffers.workspace_scale, inputs.fc1_weight_q, inputs.fc1_weight_scale, buffers.out)
 
 
-def norm_quant(inputs: contract.Inputs, eps: float, a_q: torch.Tensor, s_row: torch.Tensor) -> None:
-    """Stage 1: x [M, H] to codes a_q [M, H] and scales s_row [M]."""
-    for first in range(0, inputs.x.shape[0], NORM_ROWS):
-        block = slice(first, first + NORM_ROWS)
-        rows = inputs._replace(x=inputs.x[block], adaln_index=inputs.adaln_index[block])
-        stage1 = reference.norm_quant(*rows[:5], eps)
-        s_row[block], a_q[block] = stage1.s_row, stage1.a_q
+def stage1(inputs: contract.Inputs, eps: float, a_q: torch.Tensor, s_row: torch.Tensor) -> None:
+    """x [M, H] to codes a_q [M, H] and scales s_row [M]."""
+    reference_stage1(inputs, eps, a_q, s_row, NORM_ROWS)
 
 
 def gemm_swiglu(

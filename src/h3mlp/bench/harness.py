@@ -4,10 +4,8 @@ import contextlib
 import datetime
 import statistics
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from importlib import metadata
 
 import torch
 
@@ -49,16 +47,12 @@ def run(
     ffn: int = contract.FFN,
     device: torch.device | None = None,
     timer: Timer | None = None,
-    norm_quant: peer_set.NormQuant | None = None,
     progress: Progress = quiet,
 ) -> Record:
-    """Benchmark the operator on ``device`` (the best one unless given) at each of these numbers of rows.
-
-    ``norm_quant`` is stage 1 alone; the backend's own unless given.
-    """
+    """Benchmark the operator on ``device`` (the best one unless given) at each of these numbers of rows."""
     device = device or dispatch.best()[0]
     backend = dispatch.select(device)
-    norm_quant = norm_quant or peer_set.stage1_of(backend)
+    norm_quant = peer_set.stage1_of(backend)
     on_cuda = device.type == "cuda"
     timer = timer or device_timer(device)
     plan = Plan() if on_cuda else CPU_PLAN
@@ -95,7 +89,7 @@ def run(
                 torch.cuda.empty_cache()
     return Record(
         date=datetime.date.today().isoformat(),
-        environment=doctor.environment() | {"cutlass_dsl": _cutlass_version()},
+        environment=doctor.environment(),
         device={"device": str(device), "backend": backend.NAME} | (gpu(device) if on_cuda else {}),
         settings={**asdict(plan), "rows": list(rows), "seed": seed},
         hidden=hidden,
@@ -211,10 +205,3 @@ def gpu(device: torch.device) -> dict:
         with contextlib.suppress(KeyError, ValueError):
             told[name] = float(told[name])
     return found | told
-
-
-def _cutlass_version() -> str | None:
-    try:
-        return metadata.version("nvidia-cutlass-dsl")
-    except metadata.PackageNotFoundError:  # unpacked by hand, or not there
-        return getattr(sys.modules.get("cutlass"), "__version__", None)

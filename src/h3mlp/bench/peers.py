@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from .. import contract, reference, synthetic
+from ..backends import reference_stage1
 from ..operator import allocate, fc1_swiglu_fp8
 from . import work
 
@@ -72,11 +73,10 @@ class Problem:
     @cached_property
     def quantized(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The reference's codes and scales of x: what the bare GEMM reads."""
-        parts = [
-            reference.norm_quant(*self.layer.rows(chosen).activations)
-            for chosen in torch.arange(self.shape[0], device=self.layer.x.device).split(STAGE1_ROWS)
-        ]
-        return torch.cat([part.a_q for part in parts]), torch.cat([part.s_row for part in parts])
+        x = self.layer.x
+        a_q, s_row = x.new_empty(x.shape, dtype=contract.QUANTIZED), x.new_empty(len(x), dtype=contract.SCALE)
+        reference_stage1(self.inputs, contract.EPS, a_q, s_row, STAGE1_ROWS)
+        return a_q, s_row
 
 
 def norm_adaln_quant(
@@ -188,6 +188,5 @@ def _stage1(problem: Problem, norm_quant: NormQuant | None) -> list[Peer]:
 
 
 def stage1_of(backend: object) -> NormQuant | None:
-    """The function of a backend module that is stage 1 alone. (A submodule may have the second name.)"""
-    found = (getattr(backend, name, None) for name in ("stage1", "norm_quant"))
-    return next((function for function in found if callable(function)), None)
+    """The function of a backend module that is stage 1 alone, where it has one."""
+    return getattr(backend, "stage1", None)

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .files import whole
 from .peers import BF16, CHAIN, CHAIN_EAGER, GEMM, GEMM_FP32, OURS, OURS_FAST
 from .record import Record
 from .render import title
@@ -59,12 +60,8 @@ def plot(record: Record, path: Path) -> None:
 
 def save_figure(figure: "Figure", path: Path) -> None:
     """Write the figure in the format that the ending of ``path`` names, whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
+    with whole(path) as partial:
         figure.savefig(partial, format=path.suffix[1:].lower(), dpi=150)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _lines(record: Record) -> dict[str, tuple[list, ...]]:

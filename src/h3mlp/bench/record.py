@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from . import work
+from .files import whole
 from .peers import OURS, Peer
 
 SCHEMA = 1
@@ -112,12 +113,8 @@ class Record:
 def save(record: Record, path: Path) -> None:
     """Write the record as JSON. The file appears whole or not at all."""
     text = json.dumps(record.as_json(), indent=2, allow_nan=False)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
+    with whole(path) as partial:
         partial.write_text(text + "\n", encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def load(path: Path) -> Record:

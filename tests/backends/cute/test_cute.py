@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 import torch
-from helpers import make_inputs, nan_buffers
+from helpers import make_inputs, nan_buffers, shifted
 
 from h3mlp.backends import cute
 
@@ -115,19 +115,12 @@ def test_both_kernels_are_launched_once(launched):
     assert stage2[5:] == (132,)
 
 
-def moved(t: torch.Tensor, gap: int = 0) -> torch.Tensor:
-    """The same values one element further on, and with rows further apart."""
-    wide = torch.zeros((*t.shape[:-1], t.shape[-1] + gap), dtype=t.dtype)
-    flat = torch.zeros(wide.numel() + 1, dtype=t.dtype)[1:]
-    return flat.view(wide.shape)[..., : t.shape[-1]].copy_(t)
-
-
 @pytest.mark.parametrize("name", ["x", "x_norm_weight", "adaln_scale", "adaln_shift"])
 def test_what_is_not_aligned_takes_the_scalar_kernel(launched, name):
     from h3mlp.backends.cute import launch
 
     inputs, buffers = make_inputs(5), nan_buffers(5)
-    launch.run(inputs._replace(**{name: moved(getattr(inputs, name))}), 1e-5, buffers, "fp32")
+    launch.run(inputs._replace(**{name: shifted(getattr(inputs, name))}), 1e-5, buffers, "fp32")
     assert names(launched)[0] == "norm_quant_i64_scalar"
     if name != "x_norm_weight":
         gaps = getattr(inputs, name).new_zeros((16, 388))[: getattr(inputs, name).shape[0], :384]
@@ -142,13 +135,16 @@ def test_where_tma_cannot_go_a_copy_does(launched, name):
 
     inputs, buffers = make_inputs(5), nan_buffers(5)
     if name == "fc1_weight_q":
-        inputs = inputs._replace(fc1_weight_q=moved(inputs.fc1_weight_q))
+        inputs = inputs._replace(fc1_weight_q=shifted(inputs.fc1_weight_q))
     else:
-        buffers = buffers._replace(**{name: moved(getattr(buffers, name))})
+        buffers = buffers._replace(**{name: shifted(getattr(buffers, name))})
     launch.run(inputs, 1e-5, buffers, "fp32")
     assert len(launched) == 2
     stage2 = launched[1][2]
     assert all(t.data_ptr() % 16 == 0 for t in (stage2[0], stage2[2], stage2[4]))
+    used = {"workspace_q": stage2[0], "fc1_weight_q": stage2[2], "out": stage2[4]}
+    given = {**inputs._asdict(), **buffers._asdict()}
+    assert [other for other in used if used[other] is not given[other]] == [name], "no other tensor is copied"
     assert all((buffer.float() == 1).all() for buffer in buffers)
 
 

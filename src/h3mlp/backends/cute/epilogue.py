@@ -4,7 +4,7 @@ Two outputs at a time, as the conversions to BF16 are.
 """
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Uint32
 
 from . import ptx
 
@@ -12,15 +12,15 @@ LOG2_E = 1.4426950408889634
 
 
 @cute.jit
-def dequantize(acc0: Float32, acc1: Float32, s_row0: Float32, s_row1: Float32, w_scale: Float32) -> Int32:
+def dequantize(acc0: Float32, acc1: Float32, s_row0: Float32, s_row1: Float32, w_scale: Float32) -> Uint32:
     """Step 10: h of two tokens, two BF16. Three roundings each, the activation scale first."""
-    return ptx.to_bf16x2(acc0 * s_row0 * w_scale, acc1 * s_row1 * w_scale)
+    return ptx.bf16x2(acc0 * s_row0 * w_scale, acc1 * s_row1 * w_scale)
 
 
 @cute.jit
-def swiglu(h_gate: Int32, h_up: Int32) -> Int32:
+def swiglu(h_gate: Uint32, h_up: Uint32) -> Uint32:
     """Step 11 of two outputs."""
-    g = ptx.to_bf16x2(silu(ptx.low_of_bf16x2(h_gate)), silu(ptx.high_of_bf16x2(h_gate)))
+    g = ptx.bf16x2(silu(ptx.low(h_gate)), silu(ptx.high(h_gate)))
     return ptx.multiply_bf16x2(g, h_up)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, const_expr, pipeline
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Uint32, const_expr, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -40,11 +40,11 @@ class GemmSm90:
 
     hidden: int
     ffn: int
-    tile_tokens: int = 160
-    stages: int = 6
-    cluster_rows: int = 2
+    tile_tokens: int
+    stages: int
+    cluster_rows: int
     """CTAs of a cluster, along the weight rows. They share the activations, by TMA multicast."""
-    promote: bool = True
+    promote: bool
     """Add partial sums to FP32 accumulators every ``interval`` of K; otherwise never."""
     interval: int = 256
     head: int = 256
@@ -104,7 +104,7 @@ class GemmSm90:
         )
         token_tiles = (cute.size(a_q, mode=[0]) + self.tile_tokens - 1) // self.tile_tokens
         tiles = self.row_tiles * token_tiles
-        clusters = schedule.minimum(multiprocessors // self.cluster_rows, tiles)
+        clusters = cutlass.min(multiprocessors // self.cluster_rows, tiles)
         self.kernel(
             w_tma, w_tiles, a_tma, a_tiles, y_tma, y_tiles, s_row, w_scale, w_smem, a_smem, y_smem, token_tiles
         ).launch(
@@ -247,7 +247,7 @@ class Consumer:
         fragment = mma.partition_shape_C((64, gemm.tile_tokens))
         self.partial = cute.make_rmem_tensor(fragment, Float32)
         self.final = cute.make_rmem_tensor(fragment, Float32)
-        self.h = cute.make_rmem_tensor((gemm.tile_tokens // 2,), Int32)
+        self.h = cute.make_rmem_tensor((gemm.tile_tokens // 2,), Uint32)
         self.s_row, self.w_scale, self.s_scale = s_row, w_scale, s_scale
         self.token_scales = cute.make_rmem_tensor((-(-gemm.tile_tokens // WARPGROUP),), Float32)
         self.row_scales = cute.make_rmem_tensor((2,), Float32)
@@ -379,7 +379,7 @@ class Consumer:
         slot = 2 * self.index + batch % 2
         lane, warp_of_group = self.thread % 32, self.thread // 32
         y = cute.make_rmem_tensor((2 * BATCH // 8,), BFloat16)
-        y_pairs = cute.recast_tensor(y, Int32)
+        y_pairs = cute.recast_tensor(y, Uint32)
         for i in cutlass.range_constexpr(BATCH // 8):
             atom = batch * (BATCH // 8) + i
             y_pairs[i] = epilogue.swiglu(self.h[2 * atom], self.h[2 * atom + 1])

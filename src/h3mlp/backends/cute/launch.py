@@ -44,11 +44,17 @@ def run(inputs: contract.Inputs, eps: float, buffers: contract.Buffers, accumula
 
 
 def _run_elsewhere(inputs: contract.Inputs, eps: float, buffers: contract.Buffers, accumulate: str) -> None:
-    """For tensors that do not begin where TMA can read and write: by way of copies that do."""
-    aligned = contract.Buffers(*(torch.empty_like(buffer) for buffer in buffers))
-    run(inputs._replace(fc1_weight_q=inputs.fc1_weight_q.clone()), eps, aligned, accumulate)
-    for buffer, copy in zip(buffers, aligned, strict=True):
-        buffer.copy_(copy)
+    """Where a tensor does not begin where TMA can read and write it: by way of a copy of that one."""
+    w_q = inputs.fc1_weight_q
+    aligned = contract.Buffers(*(buffer if _is_aligned(buffer) else torch.empty_like(buffer) for buffer in buffers))
+    run(inputs._replace(fc1_weight_q=w_q if _is_aligned(w_q) else w_q.clone()), eps, aligned, accumulate)
+    for buffer, used in zip(buffers, aligned, strict=True):
+        if used is not buffer:
+            buffer.copy_(used)
+
+
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    return tensor.data_ptr() % ALIGNMENT == 0
 
 
 def stage1(inputs: contract.Inputs, eps: float, a_q: torch.Tensor, s_row: torch.Tensor) -> None:

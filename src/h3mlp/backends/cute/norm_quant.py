@@ -19,8 +19,7 @@ instructions for every 32 elements. Hence:
 - a / s_row costs three instructions of the FMA pipe and no branch (``quotient``).
 
 x, the weight and the tables may start at any element and have any row stride: ``vectors=True`` needs 16-byte alignment
-of both, ``vectors=False`` loads element by element and computes the same bits. Row offsets are of 64
-bits.
+of both, ``vectors=False`` loads element by element and computes the same bits. Row offsets are of 64 bits.
 """
 
 from dataclasses import dataclass
@@ -28,12 +27,12 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint16, Uint32, const_expr
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync
-from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass.cutlass_dsl import T
 from cutlass.memory import SmemAllocator
 
-from h3mlp import contract
+from ... import contract
+from .ptx import asm, bf16x2, fma_bf16x2, halves
 
 LANES = 32
 VECTOR = contract.VECTOR
@@ -414,7 +413,7 @@ def scale_plus_one(pair):
     """Step 4: 1 + scale in one rounding. FP32 has more than 2 * 8 + 2 bits, so that rounding a sum of two BF16 to it
     first, as the contract does, changes nothing."""
     one = Uint32(0x3F803F80)
-    return Uint32(asm(T.i32(), (pair, one), "fma.rn.bf16x2 $0, $1, $2, $2;", "=r,r,r"))
+    return fma_bf16x2(pair, one, one)
 
 
 # Step 7: s_row.
@@ -503,13 +502,7 @@ def quotient(a, s, y):
     return fma(-fma(s, q0, -a), y, q0)
 
 
-# Instructions. The rounding is in the name; none flushes subnormals.
-
-
-@dsl_user_op
-def asm(result, arguments, text, constraints, *, loc=None, ip=None):
-    values = [v.ir_value(loc=loc, ip=ip) for v in arguments]
-    return llvm.inline_asm(result, values, text, constraints, has_side_effects=False, loc=loc, ip=ip)
+# Instructions.
 
 
 def fma(a, b, c):
@@ -530,17 +523,8 @@ def opaque(word):
     return Uint32(asm(T.i32(), (word,), "", "=r,0"))
 
 
-def halves(pair):
-    """A BF16 pair as two FP32."""
-    return (pair << 16).bitcast(Float32), (pair & Uint32(0xFFFF0000)).bitcast(Float32)
-
-
 def unpack(words: cute.Tensor) -> list:
     return [v for k in range(WORDS) for v in halves(words[k])]
-
-
-def bf16x2(low, high):
-    return Uint32(asm(T.i32(), (high, low), "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f"))
 
 
 def max_magnitude(peak, pair):

@@ -5,6 +5,7 @@ by once; within a group neighbouring work items differ in their token tile, so t
 share weight tiles too. DRAM then reads the weights once a group and the activations once in all.
 """
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
@@ -14,16 +15,6 @@ def tile_coordinates(tile: Int32, row_tiles: Int32, token_tiles: Int32, group: I
     """(weight row tile, token tile) of a work item. Past the last item: some pair, for nobody to use."""
     group_tiles = group * row_tiles
     first = tile // group_tiles * group
-    width = maximum(minimum(group, token_tiles - first), Int32(1))
+    width = cutlass.max(cutlass.min(group, token_tiles - first), 1)
     within = tile % group_tiles
     return within // width, first + within % width
-
-
-@cute.jit
-def minimum(a: Int32, b: Int32) -> Int32:
-    return a if a < b else b
-
-
-@cute.jit
-def maximum(a: Int32, b: Int32) -> Int32:
-    return a if a > b else b

@@ -12,6 +12,8 @@ STAGES = {32: 10, 64: 8, 128: 6, 160: 5}
 PAIRED = 128
 """From this width on, CTAs work in pairs that share the activations. Narrower tiles wait for the weights alone."""
 
+PAIR = 2
+
 H200_MULTIPROCESSORS = 132
 """What ``of`` assumes where there is no GPU to ask; an H100 has as many."""
 
@@ -25,7 +27,7 @@ def norm_quant(hidden: int, index_bits: int, vectors: bool, multiprocessors: int
 
 
 def gemm_sm90(hidden: int, ffn: int, tokens: int, accumulate: str) -> GemmSm90:
-    cluster_rows = 2 if tokens >= PAIRED else 1
+    cluster_rows = PAIR if tokens >= PAIRED else 1
     return GemmSm90(hidden, ffn, tokens, STAGES[tokens], cluster_rows, promote=accumulate == "fp32")
 
 
@@ -35,7 +37,7 @@ def tile_tokens(ffn: int, rows: int, multiprocessors: int) -> int:
     for tokens in STAGES:
         if rows <= tokens <= PAIRED:
             return tokens
-    pairs, row_tiles = multiprocessors // 2, -(-2 * ffn // (2 * TILE_ROWS))
+    pairs, row_tiles = multiprocessors // PAIR, -(-2 * ffn // (PAIR * TILE_ROWS))
 
     def time(tokens: int) -> int:
         waves = -(-row_tiles * -(-rows // tokens) // pairs)
