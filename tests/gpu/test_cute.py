@@ -271,6 +271,7 @@ def test_cuda_graph(model, rows):
     assert torch.equal(bits(buffers.out[:rows]), bits(want))
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch captures one itself, for its memory pool
 def test_torch_compile_with_cuda_graphs(model):
     inputs = first(model, 300)
     want = call(inputs).out
@@ -335,12 +336,24 @@ def test_threads():
 
 SCRIPT = """
 import torch, h3mlp
-from h3mlp import synthetic, reference
+from h3mlp import contract, synthetic, reference
+from h3mlp.backends.cute import jit, launch
+from h3mlp.backends.cute.norm_quant import NormQuant
 layer = synthetic.layer(70, hidden=256, ffn=192)
 inputs = (*layer.activations, *h3mlp.prepare_fc1_weight_fp8(layer.weight))
 want = reference.fc1_swiglu_fp8(*inputs)
 got = h3mlp.fc1_swiglu_fp8(*(t.cuda() for t in inputs)).cpu()
 assert ((got.float() - want.float()).abs() <= 1e-2 + 1.6e-2 * want.float().abs()).all()
+
+# Stage 1 again on three CTAs of five warps and more, so that each has many rows.
+layer = synthetic.layer(41, hidden=1152, ffn=64)
+want = reference.norm_quant(*layer.activations)
+a_q = torch.empty(41, 1152, dtype=contract.QUANTIZED, device="cuda")
+s_row = torch.empty(41, device="cuda")
+norm_quant = jit.load(NormQuant(1152, 64, sms=3), launch._gpu(0)[0])
+norm_quant(*(t.cuda() for t in layer.activations), a_q, s_row, contract.EPS)
+assert torch.equal(a_q.cpu().view(torch.uint8), want.a_q.view(torch.uint8))
+assert torch.equal(s_row.cpu(), want.s_row)
 print("agrees")
 """
 

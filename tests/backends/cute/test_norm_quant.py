@@ -1,37 +1,43 @@
-"""The kernel's way to divide gives the codes of the true division, in NumPy, for every BF16."""
+"""Stage 1 without a GPU: its shared memory and its machine code."""
 
-import numpy as np
 import pytest
-from numpy_contract import BF16, F32, e4m3, fma
 
-EVERY_BF16 = np.arange(2**16, dtype=np.uint16).view(BF16).astype(F32)
+from h3mlp import contract
 
+pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
 
-def kernel_codes(a: np.ndarray, s: np.float32) -> np.ndarray:
-    """``quotient`` of the kernel, instruction by instruction."""
-    y = np.full(a.shape, F32(1) / s)
-    s = np.full(a.shape, s if s < np.inf else F32(0))
-    q0 = a * y
-    return e4m3(fma(-fma(s, q0, -a), y, q0)).view(np.uint8)
+from h3mlp.backends.cute import jit
+from h3mlp.backends.cute.norm_quant import SMEM_PER_CTA, NormQuant
 
 
-def assert_true_division(a: np.ndarray, s: np.float32) -> None:
-    with np.errstate(all="ignore"):
-        got, want = kernel_codes(a, s), e4m3(a / s).view(np.uint8)
-    wrong = got != want
-    assert not wrong.any(), f"s = {s}: {wrong.sum()} of {wrong.size} differ, first at a = {a[wrong][0]}"
+def test_the_ring_fits_in_the_shared_memory_of_every_architecture():
+    rings = {}
+    for hidden in range(128, 65536 + 1, 128):
+        op = NormQuant(hidden)
+        assert op.own * op.threads >= op.row_vectors, hidden
+        if op.ring:
+            assert op.ring % 4 == 0, hidden
+            assert op.shared_bytes <= SMEM_PER_CTA, hidden
+        rings[hidden] = op.ring
+    assert rings[128] == rings[contract.HIDDEN] == 8
+    assert rings[8192] == 4
+    assert rings[65536] == 0
+    assert NormQuant(contract.HIDDEN, vectors=False).ring == 0
 
 
-@pytest.mark.parametrize("exponent", [88, 127, 254])
-def test_every_a_and_every_mantissa_of_amax(exponent):
-    """The least exponent above the floor of 1e-12, the middle, and the largest. In between, scaling a and s by a power
-    of two scales every intermediate result exactly."""
-    for mantissa in range(128):
-        amax = np.array((exponent << 7) | mantissa, np.uint16).view(BF16).astype(F32)[()]
-        assert_true_division(EVERY_BF16[~(np.abs(EVERY_BF16) > amax)], amax / F32(448))
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90a", "sm_120a"])
+@pytest.mark.parametrize("fields", [{}, {"vectors": False}, {"stages": 4}], ids=["default", "scalars", "ring of 4"])
+def test_machine_code(arch, fields):
+    kernel = NormQuant(contract.HIDDEN, 64, **fields)
+    report = jit.inspect(kernel, arch)
+    assert not report.spills
+    assert report.shared_bytes == kernel.shared_bytes
 
 
-def test_amax_at_the_floor_and_infinite():
-    floor = F32(1e-12)
-    assert_true_division(EVERY_BF16[~(np.abs(EVERY_BF16) > floor)], floor / F32(448))
-    assert_true_division(EVERY_BF16, F32(np.inf))
+@pytest.mark.parametrize(
+    ("fields", "wrong"), [({"hidden": 100}, "hidden"), ({"index_bits": 16}, "index_bits"), ({"warps": 31}, "warps"),
+                          ({"warps": 0}, "warps"), ({"stages": -4}, "stages"), ({"stages": 6}, "stages")],
+)  # fmt: skip
+def test_refused(fields, wrong):
+    with pytest.raises(ValueError, match=wrong):
+        NormQuant(**{"hidden": 384, **fields})

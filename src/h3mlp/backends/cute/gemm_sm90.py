@@ -47,7 +47,6 @@ class GemmSm90:
     promote: bool
     """Add partial sums to FP32 accumulators every ``interval`` of K; otherwise never."""
     interval: int = 256
-    head: int = 256
     group: int = 16
 
     @property
@@ -113,6 +112,7 @@ class GemmSm90:
             cluster=(self.cluster_rows, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -215,20 +215,46 @@ class Producer:
     @cute.jit
     def run(self):
         gemm, tiles = self.gemm, self.tiles
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, gemm.stages)
+        early = const_expr(min(gemm.stages, gemm.hidden // STAGE_K))
         row, token = self.tiles.coordinates(tiles.first)
-        for tile in cutlass.range(tiles.first, tiles.end, tiles.step, unroll=1):
-            next_row, next_token = self.tiles.coordinates(tile + tiles.step)  # early: its divisions take 100 cycles
-            for k in cutlass.range(gemm.hidden // STAGE_K, unroll=1):
-                ptx.wait(self.loads.consumer_get_barrier(state), state.phase)
-                self.loads.sync_object_full.arrive(state.index, None)
-                full = self.loads.producer_get_barrier(state)
-                w, a = self.to_w[(None, state.index)], self.to_a[(None, state.index)]
-                cute.copy(self.w_tma, self.from_w[(None, row, k)], w, tma_bar_ptr=full)
-                cute.copy(self.a_tma, self.from_a[(None, token, k)], a, tma_bar_ptr=full, mcast_mask=self.peers)
-                state.advance()
-            row, token = next_row, next_token
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, gemm.stages)
+        ahead = state.clone()
+        for k in cutlass.range_constexpr(early):  # the weights do not wait for stage 1
+            ahead = self.load_weights(ahead, row, k)
+        cute.arch.griddepcontrol_wait()
+        for k in cutlass.range_constexpr(early):
+            state = self.load_activations(state, token, k)
+        state = self.load(state, row, token, early)
+        for tile in cutlass.range(tiles.first + tiles.step, tiles.end, tiles.step, unroll=1):
+            row, token = self.tiles.coordinates(tile)
+            state = self.load(state, row, token, 0)
         self.loads.producer_tail(state)
+
+    @cute.jit
+    def load(self, state, row, token, first: cutlass.Constexpr):
+        """A tile, from the ``first`` stage on."""
+        for k in cutlass.range(first, self.gemm.hidden // STAGE_K, unroll=1):
+            self.load_weights(state, row, k)
+            state = self.load_activations(state, token, k)
+        return state
+
+    @cute.jit
+    def load_weights(self, state, row, k):
+        """Wait for a free stage, say how many bytes it will get, and start those of the weights."""
+        ptx.wait(self.loads.consumer_get_barrier(state), state.phase)
+        self.loads.sync_object_full.arrive(state.index, None)
+        full, w = self.loads.producer_get_barrier(state), self.to_w[(None, state.index)]
+        cute.copy(self.w_tma, self.from_w[(None, row, k)], w, tma_bar_ptr=full)
+        ahead = state.clone()
+        ahead.advance()
+        return ahead
+
+    @cute.jit
+    def load_activations(self, state, token, k):
+        full, a = self.loads.producer_get_barrier(state), self.to_a[(None, state.index)]
+        cute.copy(self.a_tma, self.from_a[(None, token, k)], a, tma_bar_ptr=full, mcast_mask=self.peers)
+        state.advance()
+        return state
 
 
 class Consumer:
@@ -259,33 +285,32 @@ class Consumer:
         """Every tile. A finished tile is rounded and stored while the next one is multiplied."""
         gemm, tiles = self.gemm, self.tiles
         depth = const_expr(gemm.hidden // STAGE_K)
-        step = const_expr(gemm.interval // STAGE_K)
-        head = const_expr(min(gemm.head // STAGE_K, depth))
-        intervals = const_expr((depth - head) // step)
-        with_stores = const_expr(min(-(-gemm.batches // step), intervals))
-        tail = const_expr((depth - head) % step)
-        stored = const_expr(with_stores * step)
+        step = const_expr(min(gemm.interval // STAGE_K, depth))
+        intervals, tail = const_expr(depth // step), const_expr(depth % step)
+        with_stores = const_expr(min(gemm.batches, intervals - 1))
 
+        cute.arch.griddepcontrol_wait()
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, gemm.stages)
         row, token = Int32(0), Int32(0)
         for tile in cutlass.range(tiles.first, tiles.end, tiles.step, unroll=1):
             waiting = tile != tiles.first
             next_row, next_token = self.tiles.coordinates(tile)
             behind = state.clone()
-            for s in cutlass.range_constexpr(head):
-                state, behind = self.multiply(state, behind, s, s == 0)
+            state = self.multiply(state, step, True)
+            behind = self.release(behind, step - 1, 1)  # before the 400 cycles of rounding, or loads come late: 2.4%
             if waiting:
                 self.round()
             self.load_scales(next_row, next_token)
             self.final.fill(0.0)
-            self.add(behind)
-            for i in cutlass.range_constexpr(with_stores):
-                state = self.interval(state, step, i * step, waiting, row, token)
-            for _ in cutlass.range(intervals - with_stores, unroll=1):
-                state = self.interval(state, step, gemm.batches, waiting, row, token)
+            self.release(behind, 1, 0)
+            self.promote()
+            for batch in cutlass.range_constexpr(with_stores):
+                state = self.interval(state, step, waiting, batch, row, token)
+            for _ in cutlass.range(intervals - 1 - with_stores, unroll=1):
+                state = self.interval(state, step, False, 0, row, token)
             if const_expr(tail > 0):
-                state = self.interval(state, tail, gemm.batches, waiting, row, token)
-            for batch in cutlass.range_constexpr(stored, gemm.batches):
+                state = self.interval(state, tail, False, 0, row, token)
+            for batch in cutlass.range_constexpr(with_stores, gemm.batches):
                 if waiting:
                     self.store(batch, row, token)
             if const_expr(not gemm.promote):
@@ -298,43 +323,46 @@ class Consumer:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     @cute.jit
-    def interval(self, state, stages: cutlass.Constexpr, first_batch: cutlass.Constexpr, waiting, row, token):
-        """Multiply some stages and promote the result. Beside each stage, a batch of the finished tile leaves."""
-        gemm = self.gemm
+    def interval(self, state, stages: cutlass.Constexpr, waiting, batch: cutlass.Constexpr, row, token):
+        """Multiply and promote. While the tensor cores have the whole interval to do, a batch of the finished tile
+        leaves, if one is ``waiting``."""
         behind = state.clone()
-        for s in cutlass.range_constexpr(stages):
-            state, behind = self.multiply(state, behind, s, gemm.promote and s == 0)
-            if const_expr(first_batch + s < gemm.batches):
-                if waiting:
-                    self.store(first_batch + s, row, token)
-        self.add(behind)
+        state = self.multiply(state, stages, self.gemm.promote)
+        if waiting:
+            self.store(batch, row, token)
+        self.release(behind, stages, 0)
+        self.promote()
         return state
 
     @cute.jit
-    def multiply(self, state, behind, s: cutlass.Constexpr, fresh: cutlass.Constexpr):
-        """Issue a stage, and give the one before it back. ``fresh``: from zero."""
+    def multiply(self, state, stages: cutlass.Constexpr, fresh: cutlass.Constexpr):
+        """Issue the products of some stages. ``fresh``: from zero."""
         mma = self.gemm.tiled_mma()
         mma.set(warpgroup.Field.ACCUMULATE, not fresh)
-        ptx.wait(self.loads.producer_get_barrier(state), state.phase)
-        warpgroup.fence()
-        for k in cutlass.range_constexpr(STAGE_K // WGMMA_K):
-            w = cute.append_ones(self.w_blocks[(None, self.index, k, state.index)], up_to_rank=2)
-            a = cute.append_ones(self.a_blocks[(None, 0, k, state.index)], up_to_rank=2)
-            cute.gemm(mma, self.partial, w, a, self.partial)
-            mma.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.commit_group()
-        state.advance()
-        if const_expr(s > 0):
-            warpgroup.wait_group(1)
-            self.loads.consumer_release(behind)
-            behind.advance()
-        return state, behind
+        for _ in cutlass.range_constexpr(stages):
+            ptx.wait(self.loads.producer_get_barrier(state), state.phase)
+            warpgroup.fence()
+            for k in cutlass.range_constexpr(STAGE_K // WGMMA_K):
+                w = cute.append_ones(self.w_blocks[(None, self.index, k, state.index)], up_to_rank=2)
+                a = cute.append_ones(self.a_blocks[(None, 0, k, state.index)], up_to_rank=2)
+                cute.gemm(mma, self.partial, w, a, self.partial)
+                mma.set(warpgroup.Field.ACCUMULATE, True)
+            warpgroup.commit_group()
+            state.advance()
+        return state
 
     @cute.jit
-    def add(self, behind):
-        """The end of an interval: its last stage is given back and the partial sums are promoted."""
-        warpgroup.wait_group(0)
-        self.loads.consumer_release(behind)
+    def release(self, behind, stages: cutlass.Constexpr, pending: cutlass.Constexpr):
+        """Give stages back as their products are complete. ``pending``: stages issued after them."""
+        for s in cutlass.range_constexpr(stages):
+            warpgroup.wait_group(pending + stages - 1 - s)
+            self.loads.consumer_release(behind)
+            behind.advance()
+        return behind
+
+    @cute.jit
+    def promote(self):
+        """The partial sums, complete, to FP32."""
         if const_expr(self.gemm.promote):
             for i in cutlass.range_constexpr(cute.size(self.final)):
                 self.final[i] = self.final[i] + self.partial[i]

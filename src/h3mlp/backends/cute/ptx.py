@@ -3,7 +3,8 @@
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass.base_dsl import Arch
+from cutlass.cutlass_dsl import BaseDSL, T, dsl_user_op
 
 
 @dsl_user_op
@@ -18,8 +19,22 @@ def wait(barrier: cute.Pointer, phase: Int32) -> None:
 
     The DSL's own wait gives the hardware a time limit to sleep, and waking up from that sleep costs the GEMM 2%.
     """
-    text = "{ .reg .pred done; WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1; @!done bra WAIT; }"
-    asm(None, (barrier.toint(), Int32(phase)), text, "r,r", side_effects=True)
+    test = "try_wait" if BaseDSL._get_dsl().get_arch_enum() >= Arch.sm_90 else "test_wait"
+    text = f"{{ .reg .pred done; WAIT: mbarrier.{test}.parity.shared::cta.b64 done, [$0], $1; @!done bra WAIT; }}"
+    asm(None, (barrier.toint(), Int32(phase)), text, "r,r,~{memory}", side_effects=True)
+
+
+def arrive(barrier: cute.Pointer) -> None:
+    """Count one arrival at a shared-memory barrier."""
+    text = "{ .reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [$0]; }"
+    asm(None, (barrier.toint(),), text, "r,~{memory}", side_effects=True)
+
+
+def launch_dependents() -> None:
+    """Let the next kernel of the stream begin, if it was launched to wait by itself for what this one writes. Before
+    Hopper it cannot be."""
+    if BaseDSL._get_dsl().get_arch_enum() >= Arch.sm_90:
+        cute.arch.griddepcontrol_launch_dependents()
 
 
 def thread_index() -> Int32:

@@ -6,7 +6,7 @@ from ... import contract
 from .gemm_sm90 import TILE_ROWS, GemmSm90
 from .norm_quant import NormQuant
 
-STAGES = {32: 10, 64: 8, 128: 6, 160: 5}
+STAGES = {32: 10, 64: 8, 128: 6, 160: 6}
 """Stages of the GEMM's pipeline that fit in shared memory, for each width of a token tile."""
 
 PAIRED = 128
@@ -22,8 +22,7 @@ TILE_OVERHEAD = 25
 
 
 def norm_quant(hidden: int, index_bits: int, vectors: bool, multiprocessors: int) -> NormQuant:
-    ctas_per_sm = 3 if vectors else 2  # element by element takes more registers
-    return NormQuant(hidden, index_bits, vectors, rows=1, ctas_per_sm=ctas_per_sm, sms=multiprocessors)
+    return NormQuant(hidden, index_bits, vectors, sms=multiprocessors)
 
 
 def gemm_sm90(hidden: int, ffn: int, tokens: int, accumulate: str) -> GemmSm90:
