@@ -187,6 +187,25 @@ class TestAfterAnAcceptedCall:
             assert torch.equal(h3mlp.fc1_swiglu_fp8(*few, **buffers._asdict()), want)
             refused("out must not overlap x", inputs._replace(x=x), **buffers._asdict())
 
+    def test_what_is_accepted_without_grad_mode_is_not_with_it(self, inputs):
+        """torch's guards do not look at the grad mode."""
+        weight = torch.nn.Parameter(inputs.x_norm_weight)
+        trained = inputs._replace(x_norm_weight=weight)
+        buffers = nan_buffers(len(inputs.x))._asdict()
+        for _ in range(2):
+            with torch.no_grad():
+                h3mlp.fc1_swiglu_fp8(*trained, **buffers)
+            with pytest.raises(RuntimeError, match="no gradient"):
+                h3mlp.fc1_swiglu_fp8(*trained, **buffers)
+
+    def test_without_guards_of_torch(self, inputs, monkeypatch):
+        monkeypatch.setattr(check, "_ACCEPTED", {})
+        monkeypatch.setattr(check, "TensorGuards", None)
+        want = h3mlp.fc1_swiglu_fp8(*inputs)
+        for _ in range(2):
+            assert torch.equal(h3mlp.fc1_swiglu_fp8(*inputs, **nan_buffers(len(inputs.x))._asdict()), want)
+            refused("adaln_scale must be", inputs._replace(adaln_scale=inputs.adaln_scale.float()))
+
     def test_what_is_remembered_is_bounded(self, inputs, monkeypatch):
         monkeypatch.setattr(check, "_ACCEPTED", {})
         monkeypatch.setattr(check, "_APART", set())

@@ -66,7 +66,6 @@ def run(
         packed = prepare_fc1_weight_fp8(whole.weight)
         natural = tuple(unpack_fc1_rows(part) for part in packed)
         copy_gb_s = copy_bandwidth(device, timer, 2**30 if on_cuda else 2**26) / 1e9
-        host_us = None
         results, described = [], {}
         for i, count in enumerate(rows):
 
@@ -78,8 +77,6 @@ def run(
             if on_cuda:
                 torch.compiler.reset()  # torch compiles one function for at most eight shapes
                 peers = peer_set.on_cuda(problem, norm_quant, bf16)
-                if host_us is None:
-                    host_us = _host_us(whole, packed, natural, timer)
             else:
                 peers = peer_set.on_cpu(problem, norm_quant, bf16)
             described |= {peer.name: peer.what for peer in peers}
@@ -87,6 +84,8 @@ def run(
             del layer, problem, peers
             if on_cuda:
                 torch.cuda.empty_cache()
+        # Last, when no process of torch.compile competes for the CPU: beside them a call took twice as long.
+        host_us = _host_us(whole, packed, natural, timer) if on_cuda else None
     return Record(
         date=datetime.date.today().isoformat(),
         environment=doctor.environment(),
