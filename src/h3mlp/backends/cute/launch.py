@@ -71,7 +71,11 @@ def stage1(inputs: contract.Inputs, eps: float, a_q: torch.Tensor, s_row: torch.
 def stage2(
     a_q: torch.Tensor, s_row: torch.Tensor, w_q: torch.Tensor, w_scale: torch.Tensor, out: torch.Tensor, accumulate: str
 ) -> None:
-    """Codes and scales to y [M, F]. a_q, w_q and out begin at a multiple of 16 bytes."""
+    """Codes and scales to y [M, F]. a_q, w_q and out begin at a multiple of 16 bytes.
+
+    It may begin while the kernel before it on the stream runs, reads w_q at once and the rest when that kernel is done.
+    Behind stage 1 that is safe: stage 1 itself has waited for whatever wrote w_q.
+    """
     rows, ffn = out.shape
     kernel, multiprocessors = _gemm(out.get_device(), rows, a_q.shape[1], ffn, accumulate)
     kernel.launch(rows, a_q, s_row, w_q, w_scale, out, multiprocessors)
