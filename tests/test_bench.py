@@ -225,7 +225,8 @@ def test_the_peers_of_a_gpu_compute_what_they_say(problem):
     of 6 to 12%, for 1.4% RMS of a_q and 2.1% of y."""
     try:
         a_q, s_row = problem.quantized
-        peers.rowwise_gemm(a_q, s_row[:, None], *problem.natural, fast=True)
+        w_q, w_scale = problem.natural
+        peers.scaled_mm(a_q, w_q, s_row, w_scale, fast=True)
     except (RuntimeError, ValueError) as error:
         pytest.skip(f"this torch has no FP8 GEMM with a scale a row on the CPU: {error}")
     compiled = []
@@ -265,7 +266,7 @@ def test_a_run_on_a_gpu_with_the_cpu_in_its_place(monkeypatch):
     monkeypatch.setattr(synthetic.Layer, "to", lambda self, _: self)
     monkeypatch.setattr(harness, "copy_bandwidth", lambda *_: 4e12)
     monkeypatch.setattr(harness, "gpu", lambda _: {"name": "NVIDIA H200", "power_limit_w": 700.0})
-    monkeypatch.setattr(peers, "rowwise_gemm", no_gemm)
+    monkeypatch.setattr(peers, "scaled_mm", no_gemm)
     monkeypatch.setattr(peers, "on_cuda", partial(peers.on_cuda, compiled=lambda f: f))
     device = torch.device("cuda", 0)
     found = bench.run((1, 3), seconds=0.0, rounds=2, hidden=HIDDEN, ffn=FFN, device=device, timer=timer)

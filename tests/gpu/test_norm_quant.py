@@ -27,12 +27,12 @@ MAPPINGS = {
 }
 
 
-def kernel(hidden: int, **fields):
-    """The compiled kernel for this GPU, with a grid of a few CTAs so that each strides over many rows."""
+def kernel(hidden: int, sms: int = 3, **fields):
+    """The compiled kernel for this GPU, unless told with a grid of a few CTAs so that each strides over many rows."""
     capability = torch.cuda.get_device_capability()
     if capability not in ARCHITECTURES:
         pytest.skip(f"no architecture for compute capability {capability}")
-    return jit.load(NormQuant(hidden, sms=3, **fields), ARCHITECTURES[capability])
+    return jit.load(NormQuant(hidden, sms=sms, **fields), ARCHITECTURES[capability])
 
 
 def patterns(*shape: int, seed: int) -> torch.Tensor:
@@ -137,8 +137,7 @@ def test_ragged_vectors_of_one_warp(hidden):
 def test_what_was_left_in_shared_memory(rows):
     """Before row 0 there is none (``Rows.has``): no number that another kernel left may be taken for its table row."""
     function = kernel(384, index_bits=64)
-    capability = torch.cuda.get_device_capability()
-    other = jit.load(NormQuant(contract.HIDDEN, 64, sms=512), ARCHITECTURES[capability])  # more CTAs than SMs
+    other = kernel(contract.HIDDEN, index_bits=64, sms=512)  # more CTAs than SMs
     inputs = batch(512, contract.HIDDEN)
     inputs[0].fill_(2.0**100)  # two of them are 0x71807180, a table row of 2e9
     other(*(t.to(CUDA) for t in inputs), *outputs(512, contract.HIDDEN), contract.EPS)
@@ -241,11 +240,7 @@ def test_row_offsets_past_2_to_the_31():
     index = torch.zeros(rows, dtype=torch.int64, device=CUDA)
     index[-64:] = last[4].to(CUDA)
     codes, scales = outputs(rows, hidden)
-    capability = torch.cuda.get_device_capability()
-    if capability not in ARCHITECTURES:
-        pytest.skip(f"no architecture for compute capability {capability}")
-    function = jit.load(NormQuant(hidden, 64), ARCHITECTURES[capability])
-    function(x, *(t.to(CUDA) for t in last[1:4]), index, codes, scales, contract.EPS)
+    kernel(hidden, index_bits=64, sms=132)(x, *(t.to(CUDA) for t in last[1:4]), index, codes, scales, contract.EPS)
     want = reference.norm_quant(*last)
     assert_equal("s_row", scales[-64:].cpu(), want.s_row)
     assert_equal("a_q", codes[-64:].cpu(), want.a_q)

@@ -4,6 +4,18 @@ import torch
 
 from .. import contract, reference
 
+ALIGNMENT = 16
+"""Bytes: where a tensor must begin that TMA, cuBLASLt or CUTLASS reads or writes, or that a kernel reads in vectors."""
+
+
+def is_aligned(tensor: torch.Tensor) -> bool:
+    return tensor.data_ptr() % ALIGNMENT == 0
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy where it does not begin at a multiple of ``ALIGNMENT``."""
+    return tensor if is_aligned(tensor) else tensor.clone()
+
 
 def no_nvidia_gpu(device: torch.device) -> str | None:
     """Why a backend for NVIDIA GPUs does not serve this device; None where it may."""

@@ -13,7 +13,7 @@ import sys
 import torch
 
 from .. import contract
-from . import no_nvidia_gpu, reference_stage1
+from . import aligned, no_nvidia_gpu, reference_stage1
 
 NAME = "chain"
 
@@ -26,9 +26,6 @@ STAGE1_BYTES = 30
 
 ROW_TILE = 256
 """Blocks are a multiple of this many rows where they can be: no GEMM tile but the last is cut."""
-
-ALIGNMENT = 16
-"""Bytes: both libraries load operands and scales in 16-byte vectors, and refuse or miscompute from other addresses."""
 
 
 def serves(device: torch.device) -> tuple[bool, str]:
@@ -59,15 +56,17 @@ def gemm_swiglu(
 ) -> None:
     """Stage 2: codes and scales to y [M, F]."""
     rows, ffn = out.shape
-    groups, w_q, w_scale = out.unflatten(1, (-1, contract.ROW_GROUP)), _aligned(w_q), _aligned(w_scale)
+    # Both libraries load operands and scales in 16-byte vectors, and refuse or miscompute from other addresses.
+    groups, w_q, w_scale = out.unflatten(1, (-1, contract.ROW_GROUP)), aligned(w_q), aligned(w_scale)
     for block in _blocks(rows, 2 * ffn, contract.ACTIVATION.itemsize):
-        swiglu(scaled_mm(_aligned(a_q[block]), w_q, _aligned(s_row[block]), w_scale, fast), groups[block])
+        swiglu(scaled_mm(aligned(a_q[block]), w_q, aligned(s_row[block]), w_scale, fast), groups[block])
 
 
 def scaled_mm(
     a_q: torch.Tensor, w_q: torch.Tensor, s_row: torch.Tensor, w_scale: torch.Tensor, fast: bool
 ) -> torch.Tensor:
-    """Steps 9 and 10: h, BF16 [M, 2F] in packed column order."""
+    """Steps 9 and 10: h, BF16 [M, 2F], its columns in the order of the weight's rows. ``fast`` never promotes the
+    tensor core's accumulator."""
     scales = {"scale_a": s_row[:, None], "scale_b": w_scale[None]}
     return torch._scaled_mm(a_q, w_q.t(), **scales, out_dtype=contract.ACTIVATION, use_fast_accum=fast)
 
@@ -88,7 +87,3 @@ def _blocks(rows: int, columns: int, element_bytes: int) -> list[slice]:
     """Slices of the rows, block by block."""
     step = _block_rows(columns, element_bytes)
     return [slice(first, first + step) for first in range(0, rows, step)]
-
-
-def _aligned(t: torch.Tensor) -> torch.Tensor:
-    return t if t.data_ptr() % ALIGNMENT == 0 else t.clone()

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from .. import contract, reference, synthetic
 from ..backends import reference_stage1
+from ..backends.chain import scaled_mm
 from ..operator import allocate, fc1_swiglu_fp8
 from . import work
 
@@ -97,16 +98,6 @@ def silu_mul(h: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def rowwise_gemm(
-    a_q: torch.Tensor, s_row: torch.Tensor, w_q: torch.Tensor, w_scale: torch.Tensor, fast: bool
-) -> torch.Tensor:
-    """BF16 [M, 2F] by torch's FP8 GEMM, scales a row of both. ``fast`` never promotes the tensor core's accumulator."""
-    scale_b = w_scale[None, :]
-    return torch._scaled_mm(
-        a_q, w_q.T, scale_a=s_row, scale_b=scale_b, out_dtype=contract.ACTIVATION, use_fast_accum=fast
-    )
-
-
 def on_cuda(
     problem: Problem, norm_quant: NormQuant | None = None, bf16: bool = False, compiled: Compile | None = None
 ) -> list[Peer]:
@@ -114,13 +105,15 @@ def on_cuda(
     compiled = compiled or partial(torch.compile, dynamic=False)
     layer, shape = problem.layer, problem.shape
     operator, gemm = work.operator(*shape), work.gemm(*shape)
+    w_q, w_scale = problem.natural
 
     def bare(fast: bool) -> torch.Tensor:
         a_q, s_row = problem.quantized
-        return rowwise_gemm(a_q, s_row[:, None], *problem.natural, fast)
+        return scaled_mm(a_q, w_q, s_row, w_scale, fast)
 
     def chain(first: Callable, last: Callable) -> torch.Tensor:
-        return last(rowwise_gemm(*first(*layer.activations), *problem.natural, fast=True))
+        a_q, s_row = first(*layer.activations)
+        return last(scaled_mm(a_q, w_q, s_row[:, 0], w_scale, fast=True))
 
     first, last = compiled(norm_adaln_quant), compiled(silu_mul)
     eager = partial(chain, norm_adaln_quant, silu_mul)

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 NAME = "cute"
 
-ARCHITECTURES = ("sm_90a",)
-"""What the kernels are compiled for, as the compiler names it."""
-
 _ARCHITECTURE_OF = {(9, 0): "sm_90a"}
+
+ARCHITECTURES = tuple(dict.fromkeys(_ARCHITECTURE_OF.values()))
+"""What the kernels are compiled for, as the compiler names it."""
 
 
 def serves(device: torch.device) -> tuple[bool, str]:

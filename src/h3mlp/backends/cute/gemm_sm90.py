@@ -220,10 +220,12 @@ class Producer:
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, gemm.stages)
         ahead = state.clone()
         for k in cutlass.range_constexpr(early):  # the weights do not wait for stage 1
-            ahead = self.load_weights(ahead, row, k)
+            self.load_weights(ahead, row, k)
+            ahead.advance()
         cute.arch.griddepcontrol_wait()
         for k in cutlass.range_constexpr(early):
-            state = self.load_activations(state, token, k)
+            self.load_activations(state, token, k)
+            state.advance()
         state = self.load(state, row, token, early)
         for tile in cutlass.range(tiles.first + tiles.step, tiles.end, tiles.step, unroll=1):
             row, token = self.tiles.coordinates(tile)
@@ -235,7 +237,8 @@ class Producer:
         """A tile, from the ``first`` stage on."""
         for k in cutlass.range(first, self.gemm.hidden // STAGE_K, unroll=1):
             self.load_weights(state, row, k)
-            state = self.load_activations(state, token, k)
+            self.load_activations(state, token, k)
+            state.advance()
         return state
 
     @cute.jit
@@ -245,16 +248,11 @@ class Producer:
         self.loads.sync_object_full.arrive(state.index, None)
         full, w = self.loads.producer_get_barrier(state), self.to_w[(None, state.index)]
         cute.copy(self.w_tma, self.from_w[(None, row, k)], w, tma_bar_ptr=full)
-        ahead = state.clone()
-        ahead.advance()
-        return ahead
 
     @cute.jit
     def load_activations(self, state, token, k):
         full, a = self.loads.producer_get_barrier(state), self.to_a[(None, state.index)]
         cute.copy(self.a_tma, self.from_a[(None, token, k)], a, tma_bar_ptr=full, mcast_mask=self.peers)
-        state.advance()
-        return state
 
 
 class Consumer:

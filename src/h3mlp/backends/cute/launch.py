@@ -10,10 +10,8 @@ from typing import NamedTuple
 import torch
 
 from ... import contract
+from .. import ALIGNMENT, aligned, is_aligned
 from . import _ARCHITECTURE_OF, jit, variants
-
-ALIGNMENT = 16
-"""Bytes: where a tensor that TMA reads or writes must begin, and one that stage 1 reads in vectors."""
 
 
 class _Kernel(NamedTuple):
@@ -45,16 +43,11 @@ def run(inputs: contract.Inputs, eps: float, buffers: contract.Buffers, accumula
 
 def _run_elsewhere(inputs: contract.Inputs, eps: float, buffers: contract.Buffers, accumulate: str) -> None:
     """Where a tensor does not begin where TMA can read and write it: by way of a copy of that one."""
-    w_q = inputs.fc1_weight_q
-    aligned = contract.Buffers(*(buffer if _is_aligned(buffer) else torch.empty_like(buffer) for buffer in buffers))
-    run(inputs._replace(fc1_weight_q=w_q if _is_aligned(w_q) else w_q.clone()), eps, aligned, accumulate)
-    for buffer, used in zip(buffers, aligned, strict=True):
+    others = contract.Buffers(*(buffer if is_aligned(buffer) else torch.empty_like(buffer) for buffer in buffers))
+    run(inputs._replace(fc1_weight_q=aligned(inputs.fc1_weight_q)), eps, others, accumulate)
+    for buffer, used in zip(buffers, others, strict=True):
         if used is not buffer:
             buffer.copy_(used)
-
-
-def _is_aligned(tensor: torch.Tensor) -> bool:
-    return tensor.data_ptr() % ALIGNMENT == 0
 
 
 def stage1(inputs: contract.Inputs, eps: float, a_q: torch.Tensor, s_row: torch.Tensor) -> None:

@@ -57,8 +57,8 @@ SMEM_PER_SM = 227 * 1024
 SMEM_PER_CTA = 99 * 1024
 """Of sm_89 and sm_120, where it is least."""
 
-SMEM_OF_RESULTS = 32 + 4 * BUFFERS * 8
-"""Norms, inverses and barriers."""
+SMEM_OF_RESULTS = BUFFERS * (2 * 8 + 4 * 8)
+"""Norms, inverses and four barriers, 8 bytes each."""
 
 
 @dataclass(frozen=True)
@@ -354,7 +354,7 @@ class Worker:
         if wanted:
             for j in cutlass.range_constexpr(op.own):
                 if op.owns(self.thread, j):
-                    source = vector_at(self.next_x[0] + j * op.threads * VECTOR_BYTES, VECTOR_BYTES, Uint32, None)
+                    source = vector_at(self.next_x[0] + j * op.threads * VECTOR_BYTES, VECTOR_BYTES)
                     cute.copy(atom, source, self.shared.ring[None, self.thread, j, slot % op.ring])
         cute.arch.cp_async_commit_group()
         self.next_x[0] += self.rows.stride * row_bytes(self.x)
@@ -424,7 +424,7 @@ class Worker:
             codes[0], codes[1] = prologue.codes(words[None, j], inverse[0], inverse[1])
             if exists & op.owns(self.thread, j):
                 address = self.next_a_q[0] + j * op.threads * CODE_BYTES
-                target = vector_at(address, CODE_BYTES, Uint32, None if op.vectors else Uint8)
+                target = vector_at(address, CODE_BYTES, None if op.vectors else Uint8)
                 cute.autovec_copy(cute.recast_tensor(codes, target.element_type), target)
         self.next_a_q[0] += self.rows.stride * row_bytes(self.a_q)
 
@@ -479,8 +479,8 @@ class Reducer:
 
     def over_chunks(self, partial: cute.Tensor, buffer: int) -> list:
         """This lane's numbers of each chunk of a row."""
-        threads, op = range(0, self.op.threads, LANES), self.op
-        return [partial[self.lane + threads[c % op.workers], c // op.workers, buffer] for c in range(op.chunks)]
+        lane, op = self.lane, self.op
+        return [partial[lane + c % op.workers * LANES, c // op.workers, buffer] for c in range(op.chunks)]
 
 
 def table_row_of(index, table_rows):

@@ -23,11 +23,11 @@ def row_bytes(matrix: cute.Tensor):
     return Int64(matrix.stride[0]) * (matrix.element_type.width // 8)
 
 
-def vector_at(address, size: int, dtype, single):
-    """A vector of ``size`` bytes as numbers of ``dtype``, aligned as a whole; or, if given, of type ``single``, each
-    aligned on its own."""
-    align = single.width // 8 if single else size
-    dtype = single or dtype
+def vector_at(address, size: int, single=None):
+    """A vector of ``size`` bytes as words of 32 bits, aligned as a whole; or, if given, as numbers of type ``single``,
+    each aligned on its own."""
+    dtype = single or Uint32
+    align = dtype.width // 8 if single else size
     pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
     return cute.make_tensor(pointer, size * 8 // dtype.width)
 
@@ -35,5 +35,5 @@ def vector_at(address, size: int, dtype, single):
 @cute.jit
 def load_vector(aligned: cutlass.Constexpr, address, words: cute.Tensor):
     """8 BF16 to four pairs."""
-    source = vector_at(address, VECTOR_BYTES, Uint32, None if aligned else Uint16)
+    source = vector_at(address, VECTOR_BYTES, None if aligned else Uint16)
     cute.autovec_copy(source, cute.recast_tensor(words, source.element_type))
