@@ -36,10 +36,10 @@ def test_table(capsys):
     code, out, err = call(capsys, "--arch", "sm_90a")
     assert (code, err) == (0, "")
     heading, _, row = out.splitlines()
-    columns = ["Kernels for sm_90a", "Regs", "Local", "Shared", *sass.TENSOR_CORE]
+    columns = ["Kernels for sm_90a", "Regs", "Local", "Shared"]  # it multiplies with no tensor core
     assert [cell.strip() for cell in heading.split("┃")] == columns
     name, registers, *others = (cell.strip() for cell in row.split("│"))
-    assert (name, others) == ("tiny_128", ["0", "512", "", "", "", ""])
+    assert (name, others) == ("tiny_128", ["0", "512"])
     assert 0 < int(registers) < 64
     assert max(map(len, out.splitlines())) <= 80
 
@@ -84,6 +84,21 @@ def test_a_kernel_that_waits_behind_every_wgmma_is_a_fault():
     instructions = {**dict.fromkeys(sass.TENSOR_CORE, 0), "QGMMA": 40}
     good, bad = (sass.Report("gemm", "sm_90a", 168, 0, 0, instructions, waits) for waits in (10, 40))
     assert kernels.faults([good, bad]) == ["gemm for sm_90a waits behind every wgmma"]
+
+
+@pytest.mark.parametrize(("arch", "limit"), [("sm_90a", 232_448), ("sm_120a", 101_376), ("sm_89", 101_376)])
+def test_too_much_shared_memory_is_a_fault(arch, limit):
+    good, bad = (sass.Report("gemm", arch, 255, 0, n, dict.fromkeys(sass.TENSOR_CORE, 0)) for n in (limit, limit + 1))
+    assert kernels.faults([good, bad]) == [f"gemm for {arch} needs {limit + 1} bytes of shared memory"]
+
+
+@pytest.mark.parametrize("found", [{}, {"QMMA": 64}, {"QMMA": 1, "QMMA.SF": 64}])
+def test_other_tensor_core_instructions_than_wanted_are_a_fault(found):
+    def report(found):
+        return sass.Report("gemm", "sm_120a", 255, 0, 0, dict.fromkeys(sass.TENSOR_CORE, 0) | found, 0, "QMMA.SF")
+
+    assert kernels.faults([report({"QMMA.SF": 64})]) == []
+    assert kernels.faults([report(found)]) == ["gemm for sm_120a does not multiply with QMMA.SF alone"]
 
 
 def test_a_kernel_that_does_not_compile_is_exit_code_1(tiny, capsys):

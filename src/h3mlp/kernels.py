@@ -38,19 +38,27 @@ def render(reports: list[sass.Report]) -> Group:
 
 
 def _table(arch: str, reports: list[sass.Report]) -> Table:
+    used = [name for name in sass.TENSOR_CORE if any(report.instructions[name] for report in reports)]
     table = Table(show_edge=False, pad_edge=False)
     table.add_column(f"Kernels for {arch}", overflow="fold")
-    for column in ("Regs", "Local", "Shared", *sass.TENSOR_CORE):
+    for column in ("Regs", "Local", "Shared", *used):
         table.add_column(column, justify="right", no_wrap=True)
     for report in reports:
-        counts = (f"{report.instructions[name]:,}" if report.instructions[name] else "" for name in sass.TENSOR_CORE)
+        counts = (f"{report.instructions[name]:,}" if report.instructions[name] else "" for name in used)
         needs = (report.registers, report.local_bytes, report.shared_bytes)
         table.add_row(report.kernel, *(f"{n:,}" for n in needs), *counts)
     return table
 
 
 def faults(reports: list[sass.Report]) -> list[str]:
-    """Which kernels keep registers in local memory, or wait behind every wgmma; empty when none does."""
+    """Which kernels keep registers in local memory, need more shared memory than there is, multiply with other
+    instructions than they are written for, or wait behind every wgmma; empty when none does."""
     spills = [f"{r.kernel} for {r.arch} spills {r.local_bytes} bytes a thread" for r in reports if r.spills]
     serialized = [f"{r.kernel} for {r.arch} waits behind every wgmma" for r in reports if r.serialized]
-    return [*spills, *serialized]
+    large = [f"{r.kernel} for {r.arch} needs {r.shared_bytes} bytes of shared memory" for r in reports if not r.fits]
+    others = [
+        f"{r.kernel} for {r.arch} does not multiply with {r.multiplies_with} alone"
+        for r in reports
+        if r.multiplies_otherwise
+    ]
+    return [*spills, *large, *others, *serialized]

@@ -14,11 +14,16 @@ def warmup(
     hidden: int = contract.HIDDEN,
     ffn: int = contract.FFN,
     accumulate: str = "fp32",
+    gemm: str | None = None,
 ) -> None:
     """Compile and load the kernels for calls with so many rows, so that no call waits for it, nor a CUDA graph capture.
 
     A kernel is compiled in seconds and then kept on disk (``$H3MLP_CACHE_DIR``, else the user's cache folder). On the
     CPU there is nothing to do. Needs 2F * H bytes of device memory for the moment (154 MB).
+
+    GPUs of compute capability 8.9, 12.0 and 12.1 have several GEMMs that give the same bits. The first warm-up on such
+    a GPU measures which is the fastest (some seconds to compile them, 0.3 GB of memory for the moment) and keeps that
+    on disk too; ``h3mlp doctor`` shows it.
 
     Args:
         device: which one; the fastest of this machine unless given.
@@ -26,9 +31,11 @@ def warmup(
         hidden: H of the calls.
         ffn: F of the calls.
         accumulate: as in ``fc1_swiglu_fp8``.
+        gemm: use this GEMM on the device from now on, in this process: form and tile such as ``unit_scale:128x256``.
+            Unless given, ``$H3MLP_GEMM``, or else the one measured as the fastest.
 
     Raises:
-        ValueError: an argument out of range.
+        ValueError: an argument out of range, or a ``gemm`` that the device does not have.
         NotImplementedError: no backend serves the device.
         RuntimeError: a kernel does not compile or cannot be launched.
     """
@@ -48,4 +55,6 @@ def warmup(
     check.accumulate(accumulate)
     prepare = getattr(dispatch.select(device), "warmup", None)
     if prepare is not None:
-        prepare(device, rows, hidden, ffn, accumulate)
+        prepare(device, rows, hidden, ffn, accumulate, gemm)
+    elif gemm is not None:
+        check.refuse("gemm", f"None on {device}, where there is no choice", gemm)

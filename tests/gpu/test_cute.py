@@ -11,42 +11,20 @@ import helpers
 import pytest
 import torch
 from helpers import bits, shifted
+from on_gpu import CUDA, around_2_to_the_31, close, first, make, with_edges, y_of
 
 import h3mlp
 from h3mlp import accuracy, contract, dispatch, reference
-
-CUDA = torch.device("cuda", 0)
-ATOL, RTOL = 1e-2, 1.6e-2
-"""Two BF16 roundings of h, one of the SiLU and one of y, each half a step of 2^-8, make 0.8%; a rounding that flips
-because of the accumulator's error doubles its share."""
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or dispatch.select(CUDA).NAME != "cute", reason="needs a GPU that backend cute serves"
 )
 
 
-def make(rows: int, hidden: int = contract.HIDDEN, ffn: int = contract.FFN, seed: int = 0) -> contract.Inputs:
-    """As synthetic.layer, on the GPU."""
-    generator = torch.Generator(CUDA).manual_seed(seed)
-
-    def normal(*shape, std=1.0, mean=0.0):
-        return torch.empty(shape, dtype=torch.bfloat16, device=CUDA).normal_(mean, std, generator=generator)
-
-    weight = h3mlp.prepare_fc1_weight_fp8(normal(2 * ffn, hidden, std=hidden**-0.5))
-    index = torch.randint(9, (rows,), generator=generator, device=CUDA)
-    return contract.Inputs(
-        normal(rows, hidden), normal(hidden, std=0.1, mean=1.0), *normal(2, 9, hidden, std=0.1), index, *weight
-    )
-
-
 @pytest.fixture(scope="module")
 def model() -> contract.Inputs:
     """The model's layer with 4097 rows."""
     return make(4097)
-
-
-def first(inputs: contract.Inputs, rows: int) -> contract.Inputs:
-    return inputs._replace(x=inputs.x[:rows], adaln_index=inputs.adaln_index[:rows])
 
 
 def nan_buffers(inputs: contract.Inputs, spare: int = 3) -> contract.Buffers:
@@ -73,16 +51,7 @@ def check(inputs: contract.Inputs, got: contract.Buffers, chosen: torch.Tensor) 
     wrong = (bits(a_q.cpu()) != bits(want.a_q)).sum().item()
     assert wrong == 0, f"{wrong} codes differ"
     assert torch.equal(bits(s_row.cpu()), bits(want.s_row))
-    acc = reference.accumulate(a_q, inputs.fc1_weight_q)
-    h = reference.dequantize(acc, s_row, inputs.fc1_weight_scale)
-    close(got.out[chosen], reference.swiglu(*reference.gate_and_up(h)))
-
-
-def close(y: torch.Tensor, want: torch.Tensor) -> None:
-    y, want = y.float(), want.float()
-    off = ~((y - want).abs() <= ATOL + RTOL * want.abs())
-    off &= ~(y.isnan() & want.isnan())
-    assert off.sum() <= max(4, 2e-7 * off.numel()), f"{off.sum()} of {off.numel()}, first {off.nonzero()[0].tolist()}"
+    close(got.out[chosen], y_of(a_q, s_row, inputs.fc1_weight_q, inputs.fc1_weight_scale))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 160, 161, 255, 257, 1000, 4097])
@@ -100,10 +69,7 @@ def test_33473_rows():
 @pytest.mark.parametrize("rows", [149_800, 400_000])
 def test_offsets_past_2_to_the_31(rows):
     """out has 2^31 elements at M = 149,797, a_q and x at 399,458; these rows lie on both sides of it."""
-    inputs = make(rows)
-    columns = (contract.FFN, contract.HIDDEN)
-    near = [2**31 // n + k for n in columns for k in (-1, 0, 1) if 2**31 // n + k < rows]
-    chosen = torch.tensor([0, 1, rows // 2, rows - 2, rows - 1, *near]).unique().to(CUDA)
+    inputs, chosen = make(rows), around_2_to_the_31(rows)
     got = call(inputs)
     check(inputs, got, chosen)
     assert not got.out.isnan().any()
@@ -118,22 +84,7 @@ def test_other_dimensions(hidden, ffn, rows):
 
 
 def test_edge_rows(model):
-    """Zero row, indices outside, NaN, Inf, an overflowing sum of squares, the smallest and largest BF16."""
-    inputs = first(model, 200)
-    x, index = inputs.x.clone(), inputs.adaln_index.clone()
-    shift = inputs.adaln_shift.clone()
-    shift[7] = 0
-    inputs = inputs._replace(x=x, adaln_index=index, adaln_shift=shift)
-    x[0] = 0
-    index[0] = 7  # with no shift: a = 0
-    index[1], index[2], index[3] = -1, 9, 2**40
-    x[2] = torch.nan
-    x[4, 5] = torch.nan
-    x[5, 6] = torch.inf
-    x[6] = 1e30
-    x[7] = torch.finfo(torch.bfloat16).smallest_normal / 4
-    x[8] = torch.finfo(torch.bfloat16).max
-    x[9] = -0.0
+    inputs = with_edges(first(model, 200))
     got = call(inputs)
     check(inputs, got, torch.arange(200, device=CUDA))
     assert (got.out[:4] == 0).all()
@@ -226,13 +177,16 @@ def test_fp32_accumulation_is_accurate():
     assert exact.abs().max() == 0
     assert got.pow(2).mean().sqrt() / plain <= 3e-4
     got, exact, _ = accumulated(True, "fp32")
-    low = 1 - (got / exact).mean().item()
-    assert 0 < low <= 0.0025
+    assert abs(1 - (got / exact).mean().item()) <= 0.0025
 
 
 def test_fast_accumulation_costs_what_its_docstring_says():
+    """On Hopper; elsewhere the two modes are the same."""
     got, exact, _ = accumulated(True, "fast")
-    assert 0.07 <= 1 - (got / exact).mean().item() <= 0.11
+    if torch.cuda.get_device_capability(CUDA) == (9, 0):
+        assert 0.07 <= 1 - (got / exact).mean().item() <= 0.11
+    else:
+        assert torch.equal(got, accumulated(True, "fp32")[0])
 
 
 def test_memory_beyond_inputs_and_output(model):

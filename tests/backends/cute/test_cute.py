@@ -34,11 +34,12 @@ def test_the_cpu_is_not_served():
     assert cute.serves(torch.device("cpu")) == (False, "serves CUDA devices only")
 
 
-@pytest.mark.parametrize("capability", [(8, 9), (10, 0), (12, 0)])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (10, 0), (10, 3)])
 def test_other_architectures_are_not_served(gpu, capability):
     gpu(*capability)
     number = ".".join(map(str, capability))
-    assert cute.serves(CUDA) == (False, f"has kernels for sm_90a; this is compute capability {number}")
+    architectures = "sm_90a, sm_120a, sm_121a, sm_89"
+    assert cute.serves(CUDA) == (False, f"has kernels for {architectures}; this is compute capability {number}")
 
 
 @pytest.mark.parametrize("package", ["cutlass", "tvm_ffi"])
@@ -56,6 +57,25 @@ def test_hopper_is_served(gpu):
     assert cute.serves(CUDA) == (True, "kernels for sm_90a, compiled when first used")
 
 
+@pytest.mark.parametrize(
+    ("capability", "arch", "form"),
+    [((12, 0), "sm_120a", "unit_scale"), ((12, 1), "sm_121a", "unit_scale"), ((8, 9), "sm_89", "plain")],
+)
+def test_where_there_is_a_choice_of_gemms_it_is_said(gpu, monkeypatch, tmp_path, capability, arch, form):
+    pytest.importorskip("cutlass")
+    pytest.importorskip("tvm_ffi")
+    from types import SimpleNamespace
+
+    gpu(*capability)
+    found = SimpleNamespace(name="a GPU", multi_processor_count=170)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: found)
+    monkeypatch.setenv("H3MLP_CACHE_DIR", str(tmp_path))
+    reason = f"kernels for {arch}, compiled when first used; GEMM {form}:128x256 (not measured: call h3mlp.warmup)"
+    assert cute.serves(CUDA) == (True, reason)
+    monkeypatch.setenv("H3MLP_GEMM", "plain:128x128")
+    assert cute.serves(CUDA)[1].endswith("; GEMM plain:128x128 ($H3MLP_GEMM)")
+
+
 def test_importing_the_package_does_not_import_the_compiler():
     """0.5 s, which a CPU user need not wait for."""
     import subprocess
@@ -69,7 +89,7 @@ def test_importing_the_package_does_not_import_the_compiler():
 def launched(monkeypatch):
     """The kernels that ``launch`` runs, by name with their arguments, on a pretended GPU 0; they write 1 everywhere."""
     pytest.importorskip("cutlass")
-    from h3mlp.backends.cute import jit, launch
+    from h3mlp.backends.cute import jit, launch, variants
 
     calls = []
 
@@ -83,7 +103,7 @@ def launched(monkeypatch):
         return run
 
     monkeypatch.setattr(jit, "load", load)
-    monkeypatch.setattr(launch, "_gpu", lambda _device: ("sm_90a", 132))
+    monkeypatch.setattr(launch, "_gpu", lambda _device: variants.KNOWN["sm_90a"])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # as the index of a CPU tensor's device
     for cached in (launch._norm_quant, launch._gemm):
         cached.cache_clear()
@@ -155,6 +175,42 @@ def test_warmup_launches_each_kernel_once(launched, monkeypatch):
     launch.warmup(torch.device("cpu"), (1, 5, 32, 33472), 384, 14336, "fast")
     want = ["gemm_sm90_128x160_fast", "gemm_sm90_128x32_fast", "norm_quant_i32", "norm_quant_i64"]
     assert sorted(names(launched)) == want
+
+
+@pytest.mark.parametrize(("arch", "loads"), [("sm_120a", ""), ("sm_121a", ""), ("sm_89", "_async")])
+def test_mma_sync_kernels_of_small_and_large_calls(launched, monkeypatch, arch, loads):
+    from h3mlp.backends.cute import choice, launch, variants
+
+    monkeypatch.setattr(launch, "_gpu", lambda _device: variants.KNOWN[arch]._replace(multiprocessors=4))
+    chosen = choice.Choice("plain", "256x128")
+    monkeypatch.setattr(choice, "current", lambda _device, found: (chosen, "told") if found == arch else None)
+    for rows in (1, 33, 5000):
+        launch.run(make_inputs(rows), 1e-5, nan_buffers(rows), "fp32")
+    tiles = ["16x128", "64x128", "256x128"]
+    assert names(launched)[1::2] == [f"gemm_sm120_{tile}_plain{loads}" for tile in tiles]
+    assert {found for _, found, _ in launched} == {arch}
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_warmup_measures_unless_it_was_measured_or_is_told(launched, monkeypatch, measured):
+    from h3mlp.backends.cute import choice, launch, measure, variants
+
+    device = torch.device("cpu")  # whose index is None
+    monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
+    monkeypatch.setattr(launch, "_gpu", lambda _device: variants.KNOWN["sm_120a"]._replace(multiprocessors=4))
+    first, last = choice.candidates("sm_120a")[0], choice.candidates("sm_120a")[-1]
+    sources = {"measured"} if measured else set()
+    monkeypatch.setattr(choice, "_read", lambda *_: last if sources else None)
+    monkeypatch.setattr(choice, "_file", lambda *_: None)
+    monkeypatch.setattr(choice, "_told", {})
+    monkeypatch.setattr(choice, "keep", lambda *_: sources.add("measured"))
+    monkeypatch.setattr(measure, "run", lambda *_: sources.add("ran"))
+    monkeypatch.delenv(choice.ENVIRONMENT, raising=False)
+    launch.warmup(device, (5000,), 384, 128, "fp32")
+    assert sources == ({"measured"} if measured else {"measured", "ran"})
+    assert names(launched)[-1] == f"gemm_sm120_{last.tile}_plain"
+    launch.warmup(device, (5000,), 384, 128, "fp32", str(first))
+    assert names(launched)[-1] == f"gemm_sm120_{first.tile}_unit"
 
 
 def test_a_failed_launch_says_what_was_attempted():

@@ -6,8 +6,9 @@ from h3mlp import contract
 
 pytest.importorskip("cutlass")
 
-from h3mlp.backends.cute import jit, sass, variants
+from h3mlp.backends.cute import choice, jit, sass, variants
 from h3mlp.backends.cute.gemm_sm90 import STAGE_K, TILE_ROWS, GemmSm90
+from h3mlp.backends.cute.gemm_sm120 import GemmSm120
 
 SHARED_LIMIT = 227 * 1024
 
@@ -34,8 +35,43 @@ def test_every_kernel_is_found_once():
     kernels = variants.of("sm_90a")
     assert len({repr(kernel) for kernel in kernels}) == len({kernel.name for kernel in kernels}) == len(kernels)
     assert {kernel.tile_tokens for kernel in kernels if isinstance(kernel, GemmSm90)} == set(variants.STAGES)
-    with pytest.raises(ValueError, match="arch must be sm_90a; it is 'sm_80'"):
+    with pytest.raises(ValueError, match="arch must be one of sm_90a, sm_120a, sm_121a, sm_89; it is 'sm_80'"):
         variants.of("sm_80")
+
+
+@pytest.mark.parametrize("arch", ["sm_120a", "sm_121a", "sm_89"])
+def test_every_mma_sync_kernel_is_found_once(arch):
+    """The small tiles and every candidate, loaded as the architecture can."""
+    kernels = variants.of(arch)
+    assert len({repr(kernel) for kernel in kernels}) == len({kernel.name for kernel in kernels}) == len(kernels)
+    gemms = [kernel for kernel in kernels if isinstance(kernel, GemmSm120)]
+    large = {choice.Choice(kernel.form, kernel.tile.name) for kernel in gemms if kernel.tile.tokens > 64}
+    assert large == set(choice.candidates(arch))
+    assert {kernel.tile.tokens for kernel in gemms} >= {16, 32, 64}
+    assert all(kernel.tma == (arch != "sm_89") for kernel in gemms)
+    assert not any(kernel.ptxas_options for kernel in gemms)
+
+
+@pytest.mark.parametrize("sms", [48, 128, 170, 188])
+@pytest.mark.parametrize("large", choice.TILES)
+def test_the_mma_sync_tile_for_a_number_of_rows(sms, large):
+    for rows, tokens in ((1, 16), (16, 16), (17, 32), (33, 64), (64, 64)):
+        tile = variants.sm120_tile(contract.FFN, rows, sms, large)
+        assert (tile.tokens, tile.rows) == (tokens, 128)
+        assert 2 * contract.FFN // tile.rows == 224 > sms, "every SM has a tile"
+    assert variants.sm120_tile(contract.FFN, 33472, sms, large).name == large
+    for rows in range(65, 3000, 13):
+        tile = variants.sm120_tile(contract.FFN, rows, sms, large)
+        assert tile in (variants.SMALL_TILES[-1], variants.LARGE_TILES[large])
+
+
+def test_a_group_of_token_tiles_takes_a_quarter_of_the_l2():
+    for gpu in variants.KNOWN.values():
+        for tile in variants.LARGE_TILES.values():
+            kernel = variants.gemm_sm120(gpu, contract.HIDDEN, contract.FFN, tile, "plain")
+            assert kernel.group * tile.tokens * contract.HIDDEN <= gpu.l2_bytes / 4
+            assert (kernel.group + 1) * tile.tokens * contract.HIDDEN > gpu.l2_bytes / 4
+    assert variants.gemm_sm120(gpu, 2**20, 64, tile, "plain").group == 1
 
 
 @pytest.mark.parametrize("tokens", variants.STAGES)

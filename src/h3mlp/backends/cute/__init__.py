@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 NAME = "cute"
 
-_ARCHITECTURE_OF = {(9, 0): "sm_90a"}
+_ARCHITECTURE_OF = {(9, 0): "sm_90a", (12, 0): "sm_120a", (12, 1): "sm_121a", (8, 9): "sm_89"}
 
 ARCHITECTURES = tuple(dict.fromkeys(_ARCHITECTURE_OF.values()))
 """What the kernels are compiled for, as the compiler names it."""
@@ -31,7 +31,11 @@ def serves(device: torch.device) -> tuple[bool, str]:
         from .jit import install_hint
 
         return False, f"needs the CuTe DSL: {install_hint()}"
-    return True, f"kernels for {arch}, compiled when first used"
+    from . import choice
+
+    chosen = choice.current(device.index or 0, arch)
+    gemm = f"; GEMM {chosen[0]} ({chosen[1]})" if chosen else ""
+    return True, f"kernels for {arch}, compiled when first used{gemm}"
 
 
 def run(inputs: contract.Inputs, eps: float, buffers: contract.Buffers, accumulate: str) -> None:
@@ -48,11 +52,18 @@ def stage1(inputs: contract.Inputs, eps: float, a_q: torch.Tensor, s_row: torch.
     launch.stage1(inputs, eps, a_q, s_row)
 
 
-def warmup(device: torch.device, rows: tuple[int, ...], hidden: int, ffn: int, accumulate: str) -> None:
-    """Compile and load what calls with so many rows launch."""
+def warmup(
+    device: torch.device, rows: tuple[int, ...], hidden: int, ffn: int, accumulate: str, gemm: str | None
+) -> None:
+    """Compile and load what calls with so many rows launch. Where there is a choice of GEMMs, use ``gemm``, or find the
+    fastest, once for a model of GPU.
+
+    Raises:
+        ValueError: this device has no such ``gemm``.
+    """
     from . import launch
 
-    launch.warmup(device, rows, hidden, ffn, accumulate)
+    launch.warmup(device, rows, hidden, ffn, accumulate, gemm)
 
 
 def kernels(arch: str) -> list["Kernel"]:

@@ -12,9 +12,11 @@ LOG2_E = 1.4426950408889634
 
 
 @cute.jit
-def dequantize(acc0: Float32, acc1: Float32, s_row0: Float32, s_row1: Float32, w_scale: Float32) -> Uint32:
-    """Step 10: h of two tokens, two BF16. Three roundings each, the activation scale first."""
-    return ptx.bf16x2(acc0 * s_row0 * w_scale, acc1 * s_row1 * w_scale)
+def dequantize(
+    acc0: Float32, acc1: Float32, s_row0: Float32, s_row1: Float32, w_scale0: Float32, w_scale1: Float32
+) -> Uint32:
+    """Step 10 of two outputs: h, two BF16. Three roundings each, the activation scale first."""
+    return ptx.bf16x2(acc0 * s_row0 * w_scale0, acc1 * s_row1 * w_scale1)
 
 
 @cute.jit

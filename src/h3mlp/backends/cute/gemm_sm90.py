@@ -16,7 +16,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from . import epilogue, ptx, schedule
+from . import epilogue, operands, ptx, schedule
 
 WARPGROUP = 128
 CONSUMERS = 2
@@ -53,6 +53,8 @@ class GemmSm90:
     def name(self) -> str:
         return f"gemm_sm90_{TILE_ROWS}x{self.tile_tokens}_{'fp32' if self.promote else 'fast'}"
 
+    multiplies_with = "QGMMA"
+
     @property
     def batches(self) -> int:
         """Parts of a tile's y, which leave one after the other."""
@@ -71,16 +73,8 @@ class GemmSm90:
         )
 
     def trace(self):
-        """The host function and stand-ins for a_q, s_row, w_q, w_scale, out and the number of multiprocessors."""
-        rows = cute.sym_int32()
-        fake = cute.runtime.make_fake_tensor
-        a_q = fake(Float8E4M3FN, (rows, self.hidden), (self.hidden, 1), assumed_align=16)
-        s_row = fake(Float32, (rows,), (1,), assumed_align=4)
-        w_q = fake(Float8E4M3FN, (2 * self.ffn, self.hidden), (self.hidden, 1), assumed_align=16)
-        w_scale = fake(Float32, (2 * self.ffn,), (1,), assumed_align=4)
-        out = fake(BFloat16, (rows, self.ffn), (self.ffn, 1), assumed_align=16)
-        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-        return self.launch, (a_q, s_row, w_q, w_scale, out, Int32(1), stream)
+        """The host function and what it is compiled for."""
+        return self.launch, operands.stand_ins(self.hidden, self.ffn)
 
     @cute.jit
     def launch(
@@ -93,11 +87,11 @@ class GemmSm90:
         multiprocessors: Int32,
         stream,
     ):
-        w_smem = _operand_smem(TILE_ROWS, self.stages)
-        a_smem = _operand_smem(self.tile_tokens, self.stages)
+        w_smem = operands.smem_layout(TILE_ROWS, STAGE_K, self.stages)
+        a_smem = operands.smem_layout(self.tile_tokens, STAGE_K, self.stages)
         y_smem = _y_smem()
-        w_tma, w_tiles = _tma_load(w_q, w_smem, TILE_ROWS, 1)
-        a_tma, a_tiles = _tma_load(a_q, a_smem, self.tile_tokens, self.cluster_rows)
+        w_tma, w_tiles = operands.tma_load(w_q, w_smem, (TILE_ROWS, STAGE_K))
+        a_tma, a_tiles = operands.tma_load(a_q, a_smem, (self.tile_tokens, STAGE_K), self.cluster_rows)
         y_tma, y_tiles = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileS2GOp(), out, cute.slice_(y_smem, (None, None, 0)), (BATCH, 32)
         )
@@ -168,7 +162,7 @@ class GemmSm90:
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         pipeline.pipeline_init_wait(cluster_shape_mn=cluster)
 
-        tiles = Tiles(self, token_tiles, rank)
+        tiles = schedule.Tiles(self.row_tiles, token_tiles, self.group, self.cluster_rows, rank)
         if group_index == CONSUMERS:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_index == 4 * CONSUMERS:
@@ -183,33 +177,15 @@ class GemmSm90:
             consumer.run()
 
 
-class Tiles:
-    """The work of this CTA: every ``step``-th tile from ``first`` on."""
-
-    def __init__(self, gemm: GemmSm90, token_tiles: Int32, rank: Int32):
-        self.gemm, self.token_tiles, self.rank = gemm, token_tiles, rank
-        self.first = cute.arch.block_idx()[0] // gemm.cluster_rows
-        self.step = cute.arch.grid_dim()[0] // gemm.cluster_rows
-        self.end = token_tiles * gemm.row_tiles
-
-    @cute.jit
-    def coordinates(self, tile: Int32) -> tuple[Int32, Int32]:
-        """(weight row tile, token tile) of this CTA."""
-        row, token = schedule.tile_coordinates(
-            tile, Int32(self.gemm.row_tiles), self.token_tiles, Int32(self.gemm.group)
-        )
-        return row * self.gemm.cluster_rows + self.rank, token
-
-
 class Producer:
     """One warp: fills the stages, in order."""
 
-    def __init__(self, gemm: GemmSm90, tiles: Tiles, loads, w_tma, w_tiles, a_tma, a_tiles, s_w, s_a):
+    def __init__(self, gemm: GemmSm90, tiles: schedule.Tiles, loads, w_tma, w_tiles, a_tma, a_tiles, s_w, s_a):
         self.gemm, self.tiles, self.loads, self.w_tma, self.a_tma = gemm, tiles, loads, w_tma, a_tma
         w_tiles = cute.local_tile(w_tiles, (TILE_ROWS, STAGE_K), (None, None))
         a_tiles = cute.local_tile(a_tiles, (gemm.tile_tokens, STAGE_K), (None, None))
-        self.to_w, self.from_w = _tma_pair(w_tma, s_w, w_tiles, 0, 1)
-        self.to_a, self.from_a = _tma_pair(a_tma, s_a, a_tiles, tiles.rank, gemm.cluster_rows)
+        self.to_w, self.from_w = operands.tma_pair(w_tma, s_w, w_tiles)
+        self.to_a, self.from_a = operands.tma_pair(a_tma, s_a, a_tiles, tiles.rank, gemm.cluster_rows)
         self.peers = cutlass.Int16((1 << gemm.cluster_rows) - 1) if gemm.cluster_rows > 1 else None
 
     @cute.jit
@@ -262,7 +238,20 @@ class Consumer:
     """
 
     def __init__(
-        self, gemm: GemmSm90, tiles: Tiles, loads, s_w, s_a, s_y, s_scale, s_row, w_scale, y_tma, y_tiles, index, thread
+        self,
+        gemm: GemmSm90,
+        tiles: schedule.Tiles,
+        loads,
+        s_w,
+        s_a,
+        s_y,
+        s_scale,
+        s_row,
+        w_scale,
+        y_tma,
+        y_tiles,
+        index,
+        thread,
     ):
         self.gemm, self.tiles, self.loads, self.index, self.thread = gemm, tiles, loads, index, thread
         mma = gemm.tiled_mma()
@@ -276,7 +265,7 @@ class Consumer:
         self.token_scales = cute.make_rmem_tensor((-(-gemm.tile_tokens // WARPGROUP),), Float32)
         self.row_scales = cute.make_rmem_tensor((2,), Float32)
         self.y_tma, self.s_y = y_tma, s_y
-        self.from_y, self.to_y = _tma_pair(y_tma, s_y, cute.local_tile(y_tiles, (BATCH, 32), (None, None)), 0, 1)
+        self.from_y, self.to_y = operands.tma_pair(y_tma, s_y, cute.local_tile(y_tiles, (BATCH, 32), (None, None)))
 
     @cute.jit
     def run(self):
@@ -397,7 +386,8 @@ class Consumer:
             s0, s1 = s_scale[(token, self.index)], s_scale[(token + 1, self.index)]
             for up in cutlass.range_constexpr(2):
                 acc0, acc1 = self.final[4 * atom + 2 * up], self.final[4 * atom + 2 * up + 1]
-                self.h[2 * atom + up] = epilogue.dequantize(acc0, acc1, s0, s1, self.row_scales[up])
+                w_scale = self.row_scales[up]
+                self.h[2 * atom + up] = epilogue.dequantize(acc0, acc1, s0, s1, w_scale, w_scale)
 
     @cute.jit
     def store(self, batch: cutlass.Constexpr, row, token):
@@ -427,29 +417,8 @@ class Consumer:
         cute.arch.barrier(barrier_id=self.index + FIRST_BARRIER, number_of_threads=WARPGROUP)
 
 
-def _operand_smem(rows: int, stages: int) -> cute.ComposedLayout:
-    """K-major E4M3, one stage after the other."""
-    atom = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, Float8E4M3FN, STAGE_K)
-    atom = warpgroup.make_smem_layout_atom(atom, Float8E4M3FN)
-    return cute.tile_to_shape(atom, (rows, STAGE_K, stages), order=(0, 1, 2))
-
-
 def _y_smem() -> cute.ComposedLayout:
     """[token, output column] BF16, two batches for each consumer."""
     atom = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, BFloat16, 32)
     atom = warpgroup.make_smem_layout_atom(atom, BFloat16)
     return cute.tile_to_shape(atom, (BATCH, 32, 2 * CONSUMERS), order=(0, 1, 2))
-
-
-def _tma_load(tensor: cute.Tensor, smem: cute.ComposedLayout, rows: int, peers: int):
-    op = cpasync.CopyBulkTensorTileG2SOp() if peers == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
-    return cpasync.make_tiled_tma_atom(
-        op, tensor, cute.slice_(smem, (None, None, 0)), (rows, STAGE_K), num_multicast=peers
-    )
-
-
-def _tma_pair(tma, smem: cute.Tensor, tiles: cute.Tensor, rank, peers: int) -> tuple[cute.Tensor, cute.Tensor]:
-    """Shared and global memory as TMA sees them: [element, stage] and [element, tile row, tile column]."""
-    return cpasync.tma_partition(
-        tma, rank, cute.make_layout(peers), cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2)
-    )

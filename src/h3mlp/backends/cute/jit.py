@@ -51,7 +51,8 @@ _loaded: dict[tuple[str, str, str], Callable] = {}
 class Kernel(Protocol):
     """A GPU kernel to compile: a frozen dataclass of plain values, so that ``repr`` is its identity.
 
-    It may also have ``shared_bytes``, the shared memory of a block, where the launch does not fix it.
+    It may also have ``shared_bytes``, the shared memory of a block, where the launch does not fix it;
+    ``ptxas_options``; and ``multiplies_with``, the one of ``sass.TENSOR_CORE`` that its machine code shall have.
     """
 
     @property
@@ -98,7 +99,7 @@ def inspect(kernel: Kernel, arch: str) -> Report:
     shared = getattr(kernel, "shared_bytes", None)
     if shared is None:
         shared = sass.launch_shared_bytes(compiled.ir_module)
-    return sass.report(kernel.name, arch, compiled.artifacts.CUBIN, shared)
+    return sass.report(kernel.name, arch, compiled.artifacts.CUBIN, shared, getattr(kernel, "multiplies_with", None))
 
 
 def cache_folder() -> Path:
@@ -192,6 +193,8 @@ def _compile(kernel: Kernel, arch: str, cubin_folder: str | None = None):
     cute = _dsl().cute
     try:
         options = [cute.EnableTVMFFI(True), cute.GPUArch(arch)]
+        if ptxas_options := getattr(kernel, "ptxas_options", None):
+            options.append(cute.PtxasOptions(ptxas_options))
         if cubin_folder:
             from cutlass.base_dsl.compiler import DumpDir  # the one option that cutlass.cute does not name
 

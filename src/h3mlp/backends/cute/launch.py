@@ -11,7 +11,7 @@ import torch
 
 from ... import contract
 from .. import ALIGNMENT, aligned, is_aligned
-from . import _ARCHITECTURE_OF, jit, variants
+from . import _ARCHITECTURE_OF, choice, jit, variants
 
 
 class _Kernel(NamedTuple):
@@ -74,9 +74,12 @@ def stage2(
     kernel.launch(rows, a_q, s_row, w_q, w_scale, out, multiprocessors)
 
 
-def warmup(device: torch.device, rows: tuple[int, ...], hidden: int, ffn: int, accumulate: str) -> None:
+def warmup(
+    device: torch.device, rows: tuple[int, ...], hidden: int, ffn: int, accumulate: str, gemm: str | None = None
+) -> None:
     """Load what calls with so many rows launch, and launch it once, on one row: only then is it on the device."""
     with torch.cuda.device(device):
+        _choose(device.index, gemm)
         x, weight = torch.zeros((2, 1, hidden), dtype=contract.ACTIVATION, device=device)
         w_q = torch.empty((2 * ffn, hidden), dtype=contract.QUANTIZED, device=device)
         w_scale = torch.empty(2 * ffn, dtype=contract.SCALE, device=device)
@@ -91,22 +94,36 @@ def warmup(device: torch.device, rows: tuple[int, ...], hidden: int, ffn: int, a
 
 @lru_cache(maxsize=256)
 def _norm_quant(device: int, hidden: int, index_bits: int, vectors: bool) -> _Kernel:
-    arch, multiprocessors = _gpu(device)
-    return _load(variants.norm_quant(hidden, index_bits, vectors, multiprocessors), arch)
+    gpu = _gpu(device)
+    return _load(variants.norm_quant(gpu, hidden, index_bits, vectors), gpu.arch)
 
 
 @lru_cache(maxsize=4096)
 def _gemm(device: int, rows: int, hidden: int, ffn: int, accumulate: str) -> tuple[_Kernel, int]:
-    arch, multiprocessors = _gpu(device)
-    tokens = variants.tile_tokens(ffn, rows, multiprocessors)
-    return _load(variants.gemm_sm90(hidden, ffn, tokens, accumulate), arch), multiprocessors
+    gpu = _gpu(device)
+    chosen = choice.current(device, gpu.arch)
+    kernel = variants.gemm(gpu, hidden, ffn, rows, accumulate, chosen and chosen[0])
+    return _load(kernel, gpu.arch), gpu.multiprocessors
+
+
+def _choose(device: int, gemm: str | None) -> None:
+    """Settle which GEMM the device gets, where there is a choice."""
+    gpu = _gpu(device)
+    if gemm is not None:
+        choice.tell(device, choice.parse("gemm", gemm, gpu.arch))
+    elif chosen := choice.current(device, gpu.arch):
+        if chosen[1] != choice.NOT_MEASURED:
+            return
+        from . import measure
+
+        choice.keep(device, gpu.arch, measure.run(device, gpu))
+    _gemm.cache_clear()
 
 
 @lru_cache(maxsize=64)
-def _gpu(device: int) -> tuple[str, int]:
-    """Its architecture and number of multiprocessors."""
-    arch = _ARCHITECTURE_OF[torch.cuda.get_device_capability(device)]
-    return arch, torch.cuda.get_device_properties(device).multi_processor_count
+def _gpu(device: int) -> variants.Gpu:
+    found = torch.cuda.get_device_properties(device)
+    return variants.Gpu(_ARCHITECTURE_OF[found.major, found.minor], found.multi_processor_count, found.L2_cache_size)
 
 
 def _load(kernel: jit.Kernel, arch: str) -> _Kernel:

@@ -1,7 +1,7 @@
 """The instructions that CuTe DSL has no good word for, and BF16 in pairs. A pair is a Uint32, its first value below."""
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.base_dsl import Arch
 from cutlass.cutlass_dsl import BaseDSL, T, dsl_user_op
@@ -14,12 +14,18 @@ def asm(result, operands, text: str, constraints: str, side_effects: bool = Fals
     return llvm.inline_asm(result, values, text, constraints, has_side_effects=side_effects, loc=loc, ip=ip)
 
 
+def hopper_or_later() -> bool:
+    """Whether what is compiled for has TMA, waits at barriers that suspend, and kernels that begin before their
+    predecessor ends."""
+    return BaseDSL._get_dsl().get_arch_enum() >= Arch.sm_90
+
+
 def wait(barrier: cute.Pointer, phase: Int32) -> None:
     """Until the phase of this parity of a shared-memory barrier is complete.
 
     The DSL's own wait gives the hardware a time limit to sleep, and waking up from that sleep costs the GEMM 2%.
     """
-    test = "try_wait" if BaseDSL._get_dsl().get_arch_enum() >= Arch.sm_90 else "test_wait"
+    test = "try_wait" if hopper_or_later() else "test_wait"
     text = f"{{ .reg .pred done; WAIT: mbarrier.{test}.parity.shared::cta.b64 done, [$0], $1; @!done bra WAIT; }}"
     asm(None, (barrier.toint(), Int32(phase)), text, "r,r,~{memory}", side_effects=True)
 
@@ -30,11 +36,33 @@ def arrive(barrier: cute.Pointer) -> None:
     asm(None, (barrier.toint(),), text, "r,~{memory}", side_effects=True)
 
 
+def copy_async(target: Int32, source: Int64) -> None:
+    """Start a copy of 16 bytes from global to shared memory, past the L1."""
+    asm(None, (target, source), "cp.async.cg.shared.global [$0], [$1], 16;", "r,l,~{memory}", side_effects=True)
+
+
+def arrive_when_copied(barrier: cute.Pointer) -> None:
+    """Count one arrival at a shared-memory barrier when this thread's copies so far are complete."""
+    text = "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];"
+    asm(None, (barrier.toint(),), text, "r,~{memory}", side_effects=True)
+
+
+def fence_barrier_init() -> None:
+    """Make initialized barriers visible to TMA, where there is TMA."""
+    if hopper_or_later():
+        cute.arch.mbarrier_init_fence()
+
+
 def launch_dependents() -> None:
-    """Let the next kernel of the stream begin, if it was launched to wait by itself for what this one writes. Before
-    Hopper it cannot be."""
-    if BaseDSL._get_dsl().get_arch_enum() >= Arch.sm_90:
+    """Let the next kernel of the stream begin, if it was launched to wait by itself for what this one writes."""
+    if hopper_or_later():
         cute.arch.griddepcontrol_launch_dependents()
+
+
+def wait_for_previous_kernel() -> None:
+    """Until all that the kernel before this one on the stream has written is visible."""
+    if hopper_or_later():
+        cute.arch.griddepcontrol_wait()
 
 
 def thread_index() -> Int32:

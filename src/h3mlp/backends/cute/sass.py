@@ -12,6 +12,12 @@ from pathlib import Path
 TENSOR_CORE = ("QGMMA", "QMMA", "QMMA.SF", "HMMA")
 """FP8 wgmma, FP8 mma.sync, the same with block scales, FP16 mma.sync: what FP8 mma.sync is emulated with on Hopper."""
 
+SHARED_LIMITS = {"sm_90a": 227 * 1024}
+"""Bytes of shared memory that a block may have..."""
+
+SHARED_LIMIT = 99 * 1024
+"""... and elsewhere."""
+
 RESERVED_SHARED = 1024
 """From sm_90 on, the system's part of a block's shared memory. The cubin counts it, the limit of 227 KB does not."""
 
@@ -30,6 +36,7 @@ class Report:
     shared_bytes: int  # of a block
     instructions: dict[str, int]
     wgmma_waits: int = 0
+    multiplies_with: str | None = None  # what the kernel is written for
 
     @property
     def spills(self) -> bool:
@@ -42,8 +49,21 @@ class Report:
         touches an accumulator in flight, and the GEMM takes three times as long."""
         return 0 < self.instructions["QGMMA"] <= self.wgmma_waits
 
+    @property
+    def fits(self) -> bool:
+        """Whether a block may have so much shared memory."""
+        return self.shared_bytes <= SHARED_LIMITS.get(self.arch, SHARED_LIMIT)
 
-def report(kernel: str, arch: str, cubin: bytes, dynamic_shared_bytes: int) -> Report:
+    @property
+    def multiplies_otherwise(self) -> bool:
+        """Whether other tensor core instructions are there than what the kernel is written for, or none."""
+        found = {name for name, count in self.instructions.items() if count}
+        return self.multiplies_with is not None and found != {self.multiplies_with}
+
+
+def report(
+    kernel: str, arch: str, cubin: bytes, dynamic_shared_bytes: int, multiplies_with: str | None = None
+) -> Report:
     """Read a cubin. Of several kernels in it: the most registers and memory, all instructions.
 
     Raises:
@@ -61,6 +81,7 @@ def report(kernel: str, arch: str, cubin: bytes, dynamic_shared_bytes: int) -> R
         shared_bytes=max(0, max(map(int, static), default=0) - RESERVED_SHARED) + dynamic_shared_bytes,
         instructions=count(text),
         wgmma_waits=text.count("WARPGROUP.DEPBAR"),
+        multiplies_with=multiplies_with,
     )
 
 

@@ -1,10 +1,46 @@
-"""Which variant of each kernel serves a call: chosen from the dimensions, the number of rows and the GPU's size."""
+"""Which variant of each kernel serves a call: chosen from the dimensions, the number of rows and the GPU."""
 
 from functools import lru_cache
+from typing import NamedTuple
 
 from ... import contract
+from . import choice, forms
+from .choice import Choice
 from .gemm_sm90 import TILE_ROWS, GemmSm90
+from .gemm_sm120 import GemmSm120, Tile
 from .norm_quant import NormQuant
+
+
+class Gpu(NamedTuple):
+    """What of a GPU decides."""
+
+    arch: str
+    multiprocessors: int
+    l2_bytes: int
+
+
+KNOWN = {
+    "sm_90a": Gpu("sm_90a", 132, 50 * 2**20),  # H100, H200
+    "sm_120a": Gpu("sm_120a", 170, 96 * 2**20),  # RTX 5090
+    "sm_121a": Gpu("sm_121a", 48, 24 * 2**20),  # DGX Spark
+    "sm_89": Gpu("sm_89", 128, 72 * 2**20),  # RTX 4090
+}
+"""What ``of`` assumes, which needs no GPU."""
+
+
+def norm_quant(gpu: Gpu, hidden: int, index_bits: int, vectors: bool) -> NormQuant:
+    return NormQuant(hidden, index_bits, vectors, sms=gpu.multiprocessors)
+
+
+def gemm(gpu: Gpu, hidden: int, ffn: int, rows: int, accumulate: str, chosen: Choice | None) -> GemmSm90 | GemmSm120:
+    """``chosen``: what ``choice.current`` says."""
+    if gpu.arch == "sm_90a":
+        return gemm_sm90(hidden, ffn, tile_tokens(ffn, rows, gpu.multiprocessors), accumulate)
+    tile = sm120_tile(ffn, rows, gpu.multiprocessors, chosen.tile)
+    return gemm_sm120(gpu, hidden, ffn, tile, chosen.form)
+
+
+# Hopper, wgmma.
 
 STAGES = {32: 10, 64: 8, 128: 6, 160: 6}
 """Stages of the GEMM's pipeline that fit in shared memory, for each width of a token tile."""
@@ -14,15 +50,8 @@ PAIRED = 128
 
 PAIR = 2
 
-H200_MULTIPROCESSORS = 132
-"""What ``of`` assumes where there is no GPU to ask; an H100 has as many."""
-
 TILE_OVERHEAD = 25
 """What a tile costs beyond its products, in tokens: a wave of 128 takes 23.8 thousand cycles, one of 160 28.7."""
-
-
-def norm_quant(hidden: int, index_bits: int, vectors: bool, multiprocessors: int) -> NormQuant:
-    return NormQuant(hidden, index_bits, vectors, sms=multiprocessors)
 
 
 def gemm_sm90(hidden: int, ffn: int, tokens: int, accumulate: str) -> GemmSm90:
@@ -45,19 +74,57 @@ def tile_tokens(ffn: int, rows: int, multiprocessors: int) -> int:
     return min((tokens for tokens in STAGES if tokens >= PAIRED), key=lambda tokens: (time(tokens), -tokens))
 
 
+# mma.sync.
+
+SMALL_TILES = (Tile(16, (1, 2), 128, 5), Tile(16, (2, 2), 128, 4), Tile(16, (4, 2), 128, 4))
+"""16, 32 and 64 tokens by 128 weight rows: the model's 224 tiles are more than these GPUs have SMs."""
+
+LARGE_TILES = {
+    "128x256": Tile(64, (2, 4), 64, 4),
+    "256x128": Tile(64, (4, 2), 64, 4),
+    "128x128": Tile(64, (2, 2), 64, 3, ctas=2),
+}
+
+MARGIN = 1.1
+"""Assumed: how much longer the small tile takes for a product, for which it reads 2.5 times as much shared memory."""
+
+
+def gemm_sm120(gpu: Gpu, hidden: int, ffn: int, tile: Tile, form: str, tma: bool | None = None) -> GemmSm120:
+    """``tma``: whether to load by TMA instead of cp.async; the best that the architecture has unless given."""
+    group = max(1, gpu.l2_bytes // 4 // (tile.tokens * hidden))
+    emulated = gpu.arch == "sm_90a"  # where ptxas -O3 puts each sum right behind its product, 20% slower
+    tma = gpu.arch != "sm_89" if tma is None else tma
+    return GemmSm120(hidden, ffn, tile, form, tma, group, "-O2" if emulated else "")
+
+
+@lru_cache(maxsize=1024)
+def sm120_tile(ffn: int, rows: int, multiprocessors: int, large: str) -> Tile:
+    """The narrowest that takes all rows; else the large one, or the widest small one if its waves waste much less."""
+    for tile in SMALL_TILES:
+        if rows <= tile.tokens:
+            return tile
+
+    def time(tile: Tile) -> int:
+        tiles = -(-2 * ffn // tile.rows) * -(-rows // tile.tokens)
+        return -(-tiles // (multiprocessors * tile.ctas)) * tile.ctas * tile.tokens * tile.rows
+
+    small, large = SMALL_TILES[-1], LARGE_TILES[large]
+    return small if MARGIN * time(small) < time(large) else large
+
+
 def of(arch: str) -> list:
     """Every variant for the model's dimensions.
 
     Raises:
         ValueError: an architecture without kernels.
     """
-    if arch != "sm_90a":
-        raise ValueError(f"arch must be sm_90a; it is {arch!r}")
-    hidden, ffn = contract.HIDDEN, contract.FFN
-    stage1 = [
-        norm_quant(hidden, index_bits, vectors, H200_MULTIPROCESSORS)
-        for vectors in (True, False)
-        for index_bits in (32, 64)
-    ]
-    stage2 = [gemm_sm90(hidden, ffn, tokens, accumulate) for accumulate in contract.ACCUMULATE for tokens in STAGES]
+    if arch not in KNOWN:
+        raise ValueError(f"arch must be one of {', '.join(KNOWN)}; it is {arch!r}")
+    gpu, hidden, ffn = KNOWN[arch], contract.HIDDEN, contract.FFN
+    stage1 = [norm_quant(gpu, hidden, bits, vectors) for vectors in (True, False) for bits in (32, 64)]
+    if arch == "sm_90a":
+        stage2 = [gemm_sm90(hidden, ffn, tokens, mode) for mode in contract.ACCUMULATE for tokens in STAGES]
+    else:
+        tiles = (*SMALL_TILES, *(LARGE_TILES[name] for name in choice.TILES))
+        stage2 = [gemm_sm120(gpu, hidden, ffn, tile, form) for form in forms.OF[arch] for tile in tiles]
     return [*stage1, *stage2]

@@ -1,0 +1,66 @@
+"""What the tests of the GPU kernels share: layers on the GPU, and what their outputs must be."""
+
+import torch
+
+import h3mlp
+from h3mlp import contract, reference
+
+CUDA = torch.device("cuda", 0)
+ATOL, RTOL = 1e-2, 1.6e-2
+"""Two BF16 roundings of h, one of the SiLU and one of y, each half a step of 2^-8, make 0.8%; a rounding that flips
+because of the accumulator's error doubles its share."""
+
+
+def make(rows: int, hidden: int = contract.HIDDEN, ffn: int = contract.FFN, seed: int = 0) -> contract.Inputs:
+    """As synthetic.layer, on the GPU."""
+    generator = torch.Generator(CUDA).manual_seed(seed)
+
+    def normal(*shape, std=1.0, mean=0.0):
+        return torch.empty(shape, dtype=torch.bfloat16, device=CUDA).normal_(mean, std, generator=generator)
+
+    weight = h3mlp.prepare_fc1_weight_fp8(normal(2 * ffn, hidden, std=hidden**-0.5))
+    index = torch.randint(9, (rows,), generator=generator, device=CUDA)
+    return contract.Inputs(
+        normal(rows, hidden), normal(hidden, std=0.1, mean=1.0), *normal(2, 9, hidden, std=0.1), index, *weight
+    )
+
+
+def first(inputs: contract.Inputs, rows: int) -> contract.Inputs:
+    return inputs._replace(x=inputs.x[:rows], adaln_index=inputs.adaln_index[:rows])
+
+
+def with_edges(inputs: contract.Inputs) -> contract.Inputs:
+    """Zero row, indices outside, NaN, Inf, an overflowing sum of squares, the smallest and largest BF16 in the first
+    ten rows. y is +0 in rows 0 to 3 and NaN in row 4."""
+    x, index, shift = inputs.x.clone(), inputs.adaln_index.clone(), inputs.adaln_shift.clone()
+    shift[7] = 0
+    x[0] = 0
+    index[0] = 7  # with no shift: a = 0
+    index[1], index[2], index[3] = -1, 9, 2**40
+    x[2] = torch.nan
+    x[4, 5] = torch.nan
+    x[5, 6] = torch.inf
+    x[6] = 1e30
+    x[7] = torch.finfo(torch.bfloat16).smallest_normal / 4
+    x[8] = torch.finfo(torch.bfloat16).max
+    x[9] = -0.0
+    return inputs._replace(x=x, adaln_index=index, adaln_shift=shift)
+
+
+def y_of(a_q: torch.Tensor, s_row: torch.Tensor, w_q: torch.Tensor, w_scale: torch.Tensor) -> torch.Tensor:
+    """y of these codes, accumulated in FP64 on the GPU."""
+    h = reference.dequantize(reference.accumulate(a_q, w_q), s_row, w_scale)
+    return reference.swiglu(*reference.gate_and_up(h))
+
+
+def close(y: torch.Tensor, want: torch.Tensor) -> None:
+    y, want = y.float(), want.float()
+    off = ~((y - want).abs() <= ATOL + RTOL * want.abs())
+    off &= ~(y.isnan() & want.isnan())
+    assert off.sum() <= max(4, 2e-7 * off.numel()), f"{off.sum()} of {off.numel()}, first {off.nonzero()[0].tolist()}"
+
+
+def around_2_to_the_31(rows: int) -> torch.Tensor:
+    """Rows on both sides of where out and a_q have 2^31 elements, and some more."""
+    near = [2**31 // n + k for n in (contract.FFN, contract.HIDDEN) for k in (-1, 0, 1) if 2**31 // n + k < rows]
+    return torch.tensor([0, 1, rows // 2, rows - 2, rows - 1, *near]).unique().to(CUDA)
