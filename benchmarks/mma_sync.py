@@ -4,6 +4,7 @@ On Hopper this is the only way to time it: the operator takes the wgmma kernel t
 rows: microseconds (median, quartiles), TFLOPS, and the share of outputs equal to FP64 accumulation of the same codes.
 """
 
+import datetime
 import json
 import statistics
 from pathlib import Path
@@ -56,7 +57,8 @@ def main(rows: str, seconds: float, json_out: Path | None) -> None:
     launch.stage1(contract.Inputs(*layer.activations, *packed), contract.EPS, a_q, s_row)
     del layer
     loaded = {kernel.name: jit.load(kernel, gpu.arch) for kernel in kernels(gpu)}
-    found = {"gpu": harness.gpu(device), "hidden": HIDDEN, "ffn": FFN, "results": []}
+    today = datetime.date.today().isoformat()
+    found = {"date": today, "gpu": harness.gpu(device), "hidden": HIDDEN, "ffn": FFN, "results": []}
     for count in counts:
         codes = [a_q[:count], s_row[:count], *packed]
         out = torch.full((count, FFN), torch.nan, dtype=contract.ACTIVATION, device=device)

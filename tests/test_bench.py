@@ -81,7 +81,14 @@ def gpu_record() -> bench.Record:
     return bench.Record(
         date="2026-11-30",
         environment={"torch": "2.11.0", "h3mlp": "0.1.0", "cpu": "a CPU", "threads": 16},
-        device={"device": "cuda:0", "backend": "cute", "name": "NVIDIA H200", "power_limit_w": 700.0, "driver": "580"},
+        device={
+            "device": "cuda:0",
+            "backend": "cute",
+            "serves": "kernels for sm_90a",
+            "name": "NVIDIA H200",
+            "power_limit_w": 700.0,
+            "driver": "580",
+        },
         settings={"rounds": 20},
         hidden=contract.HIDDEN,
         ffn=contract.FFN,
@@ -268,10 +275,15 @@ def test_a_run_on_a_gpu_with_the_cpu_in_its_place(monkeypatch):
     monkeypatch.setattr(harness, "gpu", lambda _: {"name": "NVIDIA H200", "power_limit_w": 700.0})
     monkeypatch.setattr(peers, "scaled_mm", no_gemm)
     monkeypatch.setattr(peers, "on_cuda", partial(peers.on_cuda, compiled=lambda f: f))
+    warmed = []
+    monkeypatch.setattr(harness, "warmup", lambda *arguments, **sizes: warmed.append((arguments, sizes)))
     device = torch.device("cuda", 0)
     found = bench.run((1, 3), seconds=0.0, rounds=2, hidden=HIDDEN, ffn=FFN, device=device, timer=timer)
     assert found.ok
-    assert found.device == {"device": "cuda:0", "backend": "cpu", "name": "NVIDIA H200", "power_limit_w": 700.0}
+    assert warmed == [((device, (1, 3)), {"hidden": HIDDEN, "ffn": FFN})], "a GPU's choice of GEMM is measured first"
+    serves = "serves tensors in host memory only"
+    described = {"device": "cuda:0", "backend": "cpu", "serves": serves, "name": "NVIDIA H200", "power_limit_w": 700.0}
+    assert found.device == described
     assert found.copy_gb_s == 4000.0
     assert found.host_us > 0
     timed = {result.peer for result in found.results if result.times}
@@ -326,6 +338,7 @@ def test_rendering_of_a_gpu(gpu_record):
     for part in (
         "NVIDIA H200, 700 W; driver 580, torch 2.11.0, h3mlp 0.1.0; 2026-11-30",
         "Copy bandwidth 4,000 GB/s, highest rate 1,250 TFLOPS.",
+        "Backend cute: kernels for sm_90a",
         "33,472 rows; limit 8,255 us",
         "chain, eager at 33,472 rows was skipped: out of device memory",
         "Host time of a call of h3mlp: 4.5 us.",

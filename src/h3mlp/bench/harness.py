@@ -11,6 +11,7 @@ import torch
 
 from .. import contract, dispatch, doctor, reference, synthetic
 from ..accuracy import compare
+from ..warmup import warmup
 from ..weights import prepare_fc1_weight_fp8, unpack_fc1_rows
 from . import peers as peer_set
 from .peers import Peer, Problem
@@ -61,6 +62,9 @@ def run(
     rows = tuple(rows or (ROWS_ON_CUDA if on_cuda else ROWS_ON_CPU))
 
     with current(device):
+        if on_cuda:
+            progress("warm up", 0.0)
+            warmup(device, rows, hidden=hidden, ffn=ffn)
         progress("make layer", 0.0)
         whole = synthetic.layer(max(rows), hidden, ffn, seed=seed).to(device)
         packed = prepare_fc1_weight_fp8(whole.weight)
@@ -89,7 +93,8 @@ def run(
     return Record(
         date=datetime.date.today().isoformat(),
         environment=doctor.environment(),
-        device={"device": str(device), "backend": backend.NAME} | (gpu(device) if on_cuda else {}),
+        device={"device": str(device), "backend": backend.NAME, "serves": backend.serves(device)[1]}
+        | (gpu(device) if on_cuda else {}),
         settings={**asdict(plan), "rows": list(rows), "seed": seed},
         hidden=hidden,
         ffn=ffn,

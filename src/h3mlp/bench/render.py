@@ -47,6 +47,7 @@ def _head(record: Record) -> list[str]:
         f"MiniMax-H3 FC1 layer: hidden {record.hidden}, FFN {record.ffn}",
         f"{title(record)}; {', '.join(versions)}; {record.date}",
         f"{rates}.",
+        *([f"Backend {record.device['backend']}: {serves}"] if (serves := record.device.get("serves")) else []),
         "",
     ]
 

@@ -102,6 +102,16 @@ def inspect(kernel: Kernel, arch: str) -> Report:
     return sass.report(kernel.name, arch, compiled.artifacts.CUBIN, shared, getattr(kernel, "multiplies_with", None))
 
 
+def disassembly(kernel: Kernel, arch: str) -> str:
+    """Compile without a GPU; the machine code as nvdisasm prints it.
+
+    Raises:
+        as ``inspect``.
+    """
+    with _lock, tempfile.TemporaryDirectory() as scratch:
+        return sass.disassemble(_compile(kernel, arch, cubin_folder=scratch).artifacts.CUBIN)
+
+
 def cache_folder() -> Path:
     """Where compiled kernels are kept: ``$H3MLP_CACHE_DIR``, ``$XDG_CACHE_HOME/h3mlp`` or ``~/.cache/h3mlp``."""
     if own := os.environ.get("H3MLP_CACHE_DIR"):
