@@ -213,6 +213,22 @@ def test_warmup_measures_unless_it_was_measured_or_is_told(launched, monkeypatch
     assert names(launched)[-1] == f"gemm_sm120_{first.tile}_unit"
 
 
+def test_without_the_memory_to_measure_the_default_serves(launched, monkeypatch, caplog, tmp_path):
+    from h3mlp.backends.cute import choice, launch, measure, variants
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
+    monkeypatch.setattr(launch, "_gpu", lambda _device: variants.KNOWN["sm_89"]._replace(multiprocessors=4))
+    monkeypatch.setattr(choice, "_file", lambda *_: tmp_path / "none")
+    monkeypatch.setattr(measure, "run", fail)
+    monkeypatch.delenv(choice.ENVIRONMENT, raising=False)
+    launch.warmup(torch.device("cpu"), (5000,), 384, 128, "fp32")
+    assert names(launched)[-1] == "gemm_sm120_128x256_plain_async"
+    assert "are not measured, plain:128x256 is used: CUDA out of memory" in caplog.text
+
+
 def test_a_failed_launch_says_what_was_attempted():
     pytest.importorskip("cutlass")
     from h3mlp.backends.cute import launch

@@ -11,7 +11,7 @@ What shaped it:
   while the other half is multiplied), and for each 64 QMMA there are about 100 other instructions.
 - A CTA is persistent. Its loads run up to ``stages`` - 1 stages ahead, across tiles, so that the next tile is on its
   way while this one is dequantized and stored.
-- Each accumulator adds all of K in order, in FP32. So every tile, form and way of loading gives the same bits.
+- Each accumulator adds all of K in order, in FP32. So every tile and way of loading gives the same bits.
 
 It also runs on sm_90, for tests: ptxas emulates the plain form there, with two HMMA and four FADD each.
 """

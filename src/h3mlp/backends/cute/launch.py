@@ -3,6 +3,7 @@
 A denoising step makes 50 calls of the same shape, so what a shape needs is looked up once and kept.
 """
 
+import logging
 from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
@@ -12,6 +13,8 @@ import torch
 from ... import contract
 from .. import ALIGNMENT, aligned, is_aligned
 from . import _ARCHITECTURE_OF, choice, jit, variants
+
+_log = logging.getLogger("h3mlp")
 
 
 class _Kernel(NamedTuple):
@@ -111,12 +114,16 @@ def _choose(device: int, gemm: str | None) -> None:
     gpu = _gpu(device)
     if gemm is not None:
         choice.tell(device, choice.parse("gemm", gemm, gpu.arch))
-    elif chosen := choice.current(device, gpu.arch):
-        if chosen[1] != choice.NOT_MEASURED:
+    else:
+        chosen = choice.current(device, gpu.arch)
+        if chosen is None or chosen[1] != choice.NOT_MEASURED:
             return
         from . import measure
 
-        choice.keep(device, gpu.arch, measure.run(device, gpu))
+        try:
+            choice.keep(device, gpu.arch, measure.run(device, gpu))
+        except torch.OutOfMemoryError as error:
+            _log.warning("the GEMMs of cuda:%s are not measured, %s is used: %s", device, chosen[0], error)
     _gemm.cache_clear()
 
 

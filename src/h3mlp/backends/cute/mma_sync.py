@@ -1,7 +1,7 @@
 """mma.sync of E4M3 with FP32 accumulators, 16 x 8 x 32, in two forms; and the loads of its operands.
 
-``plain`` is the instruction of Ada. ``unit_scale`` is the block-scaled one of sm_120 and sm_121 with all scales 1: the
-same bits, at twice the rate on GeForce cards, which run the plain one at half rate.
+``plain`` is the instruction of Ada. ``unit_scale`` is the block-scaled one of sm_120 and sm_121 with all scales 1: by
+what is published the same bits, at twice the rate on GeForce cards, which run the plain one at half rate.
 """
 
 import cutlass.cute as cute
