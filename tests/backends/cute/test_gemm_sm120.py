@@ -70,8 +70,8 @@ def test_machine_code(arch, form, tile):
 
 
 def test_an_uneven_tile_is_refused():
-    """384 threads copy 96 rows of 64 bytes at once."""
-    tile = Tile(32, (3, 4), 64, 4)
-    GemmSm120(384, 64, tile, forms.PLAIN, tma=True, group=1)
-    with pytest.raises(ValueError, match="tile must be in multiples of 96, which are copied at once; it is 96x256"):
-        GemmSm120(384, 64, tile, forms.PLAIN, tma=False, group=1)
+    """384 threads copy 96 rows of 64 bytes at once, 32 threads 4 rows of 128 bytes."""
+    for tile, at_once, name in ((Tile(32, (3, 4), 64, 4), 96, "96x256"), (Tile(32, (1, 1), 128, 4), 4, "32x64")):
+        GemmSm120(384, 64, tile, forms.PLAIN, tma=True, group=1)
+        with pytest.raises(ValueError, match=f"rows that are copied {at_once} at once, .*; it is {name}"):
+            GemmSm120(384, 64, tile, forms.PLAIN, tma=False, group=1)

@@ -94,11 +94,10 @@ class GemmSm120:
     ptxas_options: str = ""
 
     def __post_init__(self):
-        at_once = self.tile.threads * CHUNK // self.tile.stage_k
-        if not self.tma and (self.tile.tokens % at_once or self.tile.rows % at_once):
-            raise ValueError(
-                f"tile must be in multiples of {at_once}, which are copied at once; it is {self.tile.name}"
-            )
+        tile, at_once = self.tile, self.tile.threads * CHUNK // self.tile.stage_k
+        if not self.tma and (at_once % 8 or tile.tokens % at_once or tile.rows % at_once):
+            wanted = f"of rows that are copied {at_once} at once, a multiple of 8"
+            raise ValueError(f"tile must be {wanted}, without remainder; it is {tile.name}")
 
     @property
     def name(self) -> str:
@@ -159,9 +158,8 @@ class GemmSm120:
         ring = stages.Ring(self, w_smem, a_smem)
         ring.init_barriers(thread)
         loads = (stages.TmaLoads if self.tma else stages.AsyncLoads)(self, ring, *sources, thread)
-        Warp(
-            self, schedule.Tiles(self.row_tiles, token_tiles, self.group), ring, loads, s_row, w_scale, out, thread
-        ).run()
+        tiles = schedule.Tiles(self.row_tiles, token_tiles, self.group)
+        Warp(self, tiles, ring, loads, s_row, w_scale, out, thread).run()
 
 
 class Warp:
@@ -219,15 +217,15 @@ class Warp:
             row, token = next_row, next_token
 
     @cute.jit
-    def start(self, filled, row, token, stages: cutlass.Constexpr):
+    def start(self, filled, row, token, count: cutlass.Constexpr):
         """The first loads. Those of the weights do not wait for stage 1."""
         self.loads.aim(row, token)
         behind = filled.clone()
-        for k in cutlass.range_constexpr(stages):
+        for k in cutlass.range_constexpr(count):
             self.loads.weights(filled, k)
             filled.advance()
         ptx.wait_for_previous_kernel()
-        for k in cutlass.range_constexpr(stages):
+        for k in cutlass.range_constexpr(count):
             self.loads.activations(behind, k)
             behind.advance()
         return filled
