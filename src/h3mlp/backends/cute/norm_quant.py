@@ -53,7 +53,6 @@ PERIOD = 2 * BUFFERS
 REDUCERS = 2
 """Warps that turn sums into norms, and peaks into inverses."""
 
-SMEM_PER_SM = 227 * 1024
 SMEM_PER_CTA = 99 * 1024
 """Of sm_89 and sm_120, where it is least."""
 
@@ -195,7 +194,7 @@ class NormQuant:
             block=[self.threads + REDUCERS * LANES, 1, 1],
             min_blocks_per_mp=1,
             # Given, because the compiler would ask a device for its limit otherwise.
-            preferred_smem_carveout=min(100, -(-100 * (self.shared_bytes + 1024) // SMEM_PER_SM)),
+            preferred_smem_carveout=min(100, -(-100 * (self.shared_bytes + 1024) // ptx.sm_shared_bytes())),
             stream=stream,
         )
 

@@ -20,6 +20,12 @@ def hopper_or_later() -> bool:
     return BaseDSL._get_dsl().get_arch_enum() >= Arch.sm_90
 
 
+def sm_shared_bytes() -> int:
+    """Shared memory that blocks can have of an SM of what is compiled for."""
+    hopper = BaseDSL._get_dsl().get_arch_enum() in (Arch.sm_90, Arch.sm_90a)
+    return (227 if hopper else 99) * 1024
+
+
 def wait(barrier: cute.Pointer, phase: Int32) -> None:
     """Until the phase of this parity of a shared-memory barrier is complete.
 
