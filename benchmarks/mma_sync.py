@@ -17,11 +17,7 @@ from rich.table import Table
 from h3mlp import contract, prepare_fc1_weight_fp8, reference, synthetic
 from h3mlp.accuracy import spread
 from h3mlp.backends.cute import forms, jit, launch, variants
-from h3mlp.backends.cute.gemm_sm120 import Tile
 from h3mlp.bench import harness, timing, work
-
-ON_HOPPER = Tile(48, (4, 2), 64, 4)
-"""The fastest there, where two FP16 products stand for each FP8 one and need registers of their own."""
 
 HIDDEN, FFN = contract.HIDDEN, contract.FFN
 
@@ -29,7 +25,7 @@ HIDDEN, FFN = contract.HIDDEN, contract.FFN
 def kernels(gpu: variants.Gpu) -> list:
     tiles = [*variants.SMALL_TILES, *variants.LARGE_TILES.values()]
     if gpu.arch == "sm_90a":
-        tiles.append(ON_HOPPER)
+        tiles.append(variants.EMULATED_TILE)
     loads = (False,) if gpu.arch == "sm_89" else (True, False)
     found = forms.OF.get(gpu.arch, (forms.PLAIN,))
     return [variants.gemm_sm120(gpu, HIDDEN, FFN, tile, form, tma) for form in found for tma in loads for tile in tiles]

@@ -5,6 +5,7 @@ import torch
 from helpers import bits
 
 from h3mlp import contract, reference, synthetic
+from h3mlp.backends import cute
 
 pytest.importorskip("cutlass")
 
@@ -13,7 +14,6 @@ from h3mlp.backends.cute.norm_quant import NormQuant
 
 CUDA = torch.device("cuda")
 TABLE_ROWS = 9
-ARCHITECTURES = {(8, 9): "sm_89", (9, 0): "sm_90a", (12, 0): "sm_120a", (12, 1): "sm_121a"}
 
 MAPPINGS = {
     "default": {},
@@ -30,9 +30,9 @@ MAPPINGS = {
 def kernel(hidden: int, sms: int = 3, **fields):
     """The compiled kernel for this GPU, unless told with a grid of a few CTAs so that each strides over many rows."""
     capability = torch.cuda.get_device_capability()
-    if capability not in ARCHITECTURES:
+    if capability not in cute._ARCHITECTURE_OF:
         pytest.skip(f"no architecture for compute capability {capability}")
-    return jit.load(NormQuant(hidden, sms=sms, **fields), ARCHITECTURES[capability])
+    return jit.load(NormQuant(hidden, sms=sms, **fields), cute._ARCHITECTURE_OF[capability])
 
 
 def patterns(*shape: int, seed: int) -> torch.Tensor:
