@@ -87,26 +87,28 @@ def by_kind(opcodes: list[str]) -> Counter:
 @click.command(help=__doc__)
 @click.option("--rows", default=33472, show_default=True, help="Rows of x.")
 def main(rows: int) -> None:
-    console = Console()
-    counted = Table("Instructions of a warp", show_edge=False, pad_edge=False)
-    model = Table("Prediction", show_edge=False, pad_edge=False)
-    columns, lines = [], {kind: [] for kind in (*KINDS, "all", "a tile's epilogue")}
+    counts, predictions = {}, []
     for card in CARDS:
         gpu = variants.KNOWN["sm_120a"]._replace(multiprocessors=card.multiprocessors)
-        tile = variants.LARGE_TILES["128x256"]
-        kernel = variants.gemm_sm120(gpu, HIDDEN, FFN, tile, card.form)
+        kernel = variants.gemm_sm120(gpu, HIDDEN, FFN, variants.LARGE_TILES["128x256"], card.form)
         loop, epilogue = instructions(jit.disassembly(kernel, gpu.arch))
-        if card.form not in columns:
-            columns.append(card.form)
-            counted.add_column(card.form, justify="right")
-            for kind, count in (by_kind(loop) | {"all": len(loop), "a tile's epilogue": len(epilogue)}).items():
-                lines[kind].append(str(count))
-        model.add_column(f"{card.name}\n{card.form}", justify="right")
-        for name, value in predict(card, kernel, loop, epilogue, rows).items():
-            lines.setdefault(name, []).append(value)
-    for name, values in lines.items():
-        (counted if len(values) == len(columns) else model).add_row(name, *values)
-    console.print(counted, "", model, f"\nM = {rows}; tile {tile.name}, K {tile.stage_k} a stage. Not measured.")
+        counts[card.form] = dict.fromkeys(KINDS, 0) | by_kind(loop)
+        counts[card.form] |= {"all": len(loop), "a tile's epilogue": len(epilogue)}
+        predictions.append(predict(card, kernel, loop, epilogue, rows))
+    counted = table("Instructions of a warp", list(counts), list(counts.values()))
+    model = table("Prediction", [f"{card.name}\n{card.form}" for card in CARDS], predictions)
+    tile = kernel.tile
+    Console().print(counted, "", model, f"\nM = {rows}; tile {tile.name}, K {tile.stage_k} a stage. Not measured.")
+
+
+def table(title: str, headings: list[str], columns: list[dict]) -> Table:
+    """A line for each key that the columns share."""
+    shown = Table(title, show_edge=False, pad_edge=False)
+    for heading in headings:
+        shown.add_column(heading, justify="right")
+    for name in columns[0]:
+        shown.add_row(name, *(str(column[name]) for column in columns))
+    return shown
 
 
 def predict(card: Card, kernel, loop: list[str], epilogue: list[str], rows: int) -> dict[str, str]:

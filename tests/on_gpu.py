@@ -1,5 +1,9 @@
 """What the tests of the GPU kernels share: layers on the GPU, and what their outputs must be."""
 
+import os
+import subprocess
+import sys
+
 import torch
 
 import h3mlp
@@ -64,3 +68,20 @@ def around_2_to_the_31(rows: int) -> torch.Tensor:
     """Rows on both sides of where out and a_q have 2^31 elements, and some more."""
     near = [2**31 // n + k for n in (contract.FFN, contract.HIDDEN) for k in (-1, 0, 1) if 2**31 // n + k < rows]
     return torch.tensor([0, 1, rows // 2, rows - 2, rows - 1, *near]).unique().to(CUDA)
+
+
+def start(script: str, *tool: str, **environment: str) -> subprocess.Popen:
+    """A script in another Python, under a tool if given; both outputs are one text."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
+    command = [*tool, sys.executable, "-c", script]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def sanitize(tool: str, script: str, **environment: str) -> None:
+    """A script that ends by printing "agrees" has nothing to be reproached by this tool of compute-sanitizer."""
+    tool = ("compute-sanitizer", "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "99")
+    process = start(script, *tool, **environment)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output[-3000:]
+    assert "agrees" in output
+    assert "0 errors" in output or "0 hazards" in output

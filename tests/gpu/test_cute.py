@@ -1,17 +1,14 @@
 """The kernels against the reference, at the model's dimensions and at small ones that leave remainders everywhere."""
 
 import itertools
-import os
 import shutil
-import subprocess
-import sys
 import threading
 
 import helpers
 import pytest
 import torch
 from helpers import bits, shifted
-from on_gpu import CUDA, around_2_to_the_31, close, first, make, with_edges, y_of
+from on_gpu import CUDA, around_2_to_the_31, close, first, make, sanitize, start, with_edges, y_of
 
 import h3mlp
 from h3mlp import accuracy, contract, dispatch, reference
@@ -312,14 +309,8 @@ print("agrees")
 """
 
 
-def start(tmp_path, *tool: str) -> subprocess.Popen:
-    environment = {**os.environ, "H3MLP_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [*tool, sys.executable, "-c", SCRIPT]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
 def test_two_processes_with_a_cold_cache(tmp_path):
-    for process in [start(tmp_path), start(tmp_path)]:
+    for process in [start(SCRIPT, H3MLP_CACHE_DIR=str(tmp_path / "cache")) for _ in range(2)]:
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 0, output
         assert "agrees" in output
@@ -328,13 +319,7 @@ def test_two_processes_with_a_cold_cache(tmp_path):
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
 def test_compute_sanitizer(tmp_path, tool):
-    process = start(
-        tmp_path, "compute-sanitizer", "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "99"
-    )
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output[-3000:]
-    assert "agrees" in output
-    assert "0 errors" in output or "0 hazards" in output
+    sanitize(tool, SCRIPT, H3MLP_CACHE_DIR=str(tmp_path / "cache"))
 
 
 def test_out_of_memory_says_so(model):

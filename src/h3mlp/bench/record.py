@@ -5,8 +5,8 @@ import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..files import whole
 from . import work
-from .files import whole
 from .peers import OURS, Peer
 
 SCHEMA = 1

@@ -105,10 +105,10 @@ def launched(monkeypatch):
     monkeypatch.setattr(jit, "load", load)
     monkeypatch.setattr(launch, "_gpu", lambda _device: variants.KNOWN["sm_90a"])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # as the index of a CPU tensor's device
-    for cached in (launch._norm_quant, launch._gemm):
+    for cached in (launch._norm_quant, launch._gemm, launch._chosen):
         cached.cache_clear()
     yield calls
-    for cached in (launch._norm_quant, launch._gemm):
+    for cached in (launch._norm_quant, launch._gemm, launch._chosen):
         cached.cache_clear()
 
 

@@ -7,7 +7,8 @@ from h3mlp import contract
 pytest.importorskip("cutlass", reason="the CuTe DSL is not installed")
 
 from h3mlp.backends.cute import jit
-from h3mlp.backends.cute.norm_quant import SMEM_PER_CTA, NormQuant
+from h3mlp.backends.cute.norm_quant import NormQuant
+from h3mlp.backends.cute.sass import SHARED_LIMIT
 
 
 def test_the_ring_fits_in_the_shared_memory_of_every_architecture():
@@ -17,7 +18,7 @@ def test_the_ring_fits_in_the_shared_memory_of_every_architecture():
         assert op.own * op.threads >= op.row_vectors, hidden
         if op.ring:
             assert op.ring % 4 == 0, hidden
-            assert op.shared_bytes <= SMEM_PER_CTA, hidden
+            assert op.shared_bytes <= SHARED_LIMIT, hidden
         rings[hidden] = op.ring
     assert rings[128] == rings[contract.HIDDEN] == 8
     assert rings[8192] == 4

@@ -5,16 +5,15 @@ kept on disk; else the first candidate. All give the same bits. A GPU's name dec
 measurement was made on such a GPU.
 """
 
-import hashlib
 import json
 import logging
 import os
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from ...files import whole
 from . import forms, jit
 
 ENVIRONMENT = "H3MLP_GEMM"
@@ -86,10 +85,8 @@ def keep(device: int, arch: str, microseconds: dict[Choice, float]) -> None:
     found = {"gemm": fastest, "microseconds": {str(choice): us for choice, us in microseconds.items()}}
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=file.parent, prefix=".") as scratch:
-            whole = Path(scratch, file.name)
-            whole.write_text(json.dumps(found))
-            os.replace(whole, file)
+        with whole(file) as partial:
+            partial.write_text(json.dumps(found))
     except OSError as error:
         _log.info("the measured GEMM %s is not kept on disk: %s", fastest, error)
         tell(device, fastest)
@@ -99,8 +96,7 @@ def _file(device: int, arch: str) -> Path:
     """Of this GPU model, these kernels and this driver's compiler."""
     gpu = torch.cuda.get_device_properties(device)
     parts = (jit.SOURCES, *map(str, jit.versions().values()), arch, gpu.name, str(gpu.multi_processor_count))
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-    return jit.cache_folder() / f"gemm-{arch}-{key}.json"
+    return jit.cache_folder() / f"gemm-{arch}-{jit.key_of(parts)}.json"
 
 
 def _read(file: Path, options: tuple[Choice, ...]) -> Choice | None:

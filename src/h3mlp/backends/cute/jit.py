@@ -13,7 +13,7 @@ import re
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 
 from ..._version import __version__
+from ...files import whole
 from . import sass
 from .sass import Report
 
@@ -126,8 +127,13 @@ def object_file(kernel: Kernel, arch: str) -> Path:
         ImportError: the CuTe DSL is not installed.
     """
     parts = (*_toolchain(), *_dsl_settings(), arch, type(kernel).__module__, repr(kernel))
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    key = key_of(parts)
     return cache_folder() / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', kernel.name)[:80]}-{arch}-{key}.o"
+
+
+def key_of(parts: Iterable[str]) -> str:
+    """What stands for all of these in a file's name."""
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 def install_hint() -> str:
@@ -228,23 +234,22 @@ def _build(kernel: Kernel, arch: str, file: Path) -> Callable:
         if _sources() != SOURCES:
             raise OSError("the sources were edited while the process ran")
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=file.parent, prefix=".") as scratch:
-            # Complete before it appears under its name: another process may be looking, or writing the same.
-            os.replace(_export(compiled, scratch), file)
+        with whole(file) as partial:
+            _export(compiled, partial)
         return _link(file)
     except OSError as error:
         _log.info("kernel %s is not kept on disk: %s", kernel.name, error)
     with tempfile.TemporaryDirectory() as scratch:
-        return _link(_export(compiled, scratch))
+        file = Path(scratch, file.name)
+        _export(compiled, file)
+        return _link(file)
 
 
-def _export(compiled, folder: str) -> Path:
+def _export(compiled, file: Path) -> None:
     """An object file with the SHA-256 of its content behind it, where the linker does not look."""
-    file = Path(folder, "kernel.o")
     compiled.export_to_c(str(file), FUNCTION)
     content = file.read_bytes()
     file.write_bytes(content + hashlib.sha256(content).digest())
-    return file
 
 
 def _from_disk(file: Path) -> Callable | None:

@@ -104,9 +104,14 @@ def _norm_quant(device: int, hidden: int, index_bits: int, vectors: bool) -> _Ke
 @lru_cache(maxsize=4096)
 def _gemm(device: int, rows: int, hidden: int, ffn: int, accumulate: str) -> tuple[_Kernel, int]:
     gpu = _gpu(device)
-    chosen = choice.current(device, gpu.arch)
-    kernel = variants.gemm(gpu, hidden, ffn, rows, accumulate, chosen and chosen[0])
-    return _load(kernel, gpu.arch), gpu.multiprocessors
+    return _load(variants.gemm(gpu, hidden, ffn, rows, accumulate, _chosen(device)), gpu.arch), gpu.multiprocessors
+
+
+@lru_cache(maxsize=64)
+def _chosen(device: int) -> choice.Choice | None:
+    """Looking it up on disk takes 1 ms: once, not for each number of rows."""
+    found = choice.current(device, _gpu(device).arch)
+    return found and found[0]
 
 
 def _choose(device: int, gemm: str | None) -> None:
@@ -124,6 +129,12 @@ def _choose(device: int, gemm: str | None) -> None:
             choice.keep(device, gpu.arch, measure.run(device, gpu))
         except torch.OutOfMemoryError as error:
             _log.warning("the GEMMs of cuda:%s are not measured, %s is used: %s", device, chosen[0], error)
+    forget_choice()
+
+
+def forget_choice() -> None:
+    """Ask for it anew from now on."""
+    _chosen.cache_clear()
     _gemm.cache_clear()
 
 

@@ -9,6 +9,7 @@ from cutlass import Float32, Int32, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
+from . import ptx
 from .forms import UNIT_SCALE
 
 M, N, K = 16, 8, 32
@@ -43,9 +44,6 @@ def load_matrices(words: cute.Tensor, address: Int32, offset: int) -> None:
 @dsl_user_op
 def _four(dtype, operands, text: str, constraints: str, side_effects: bool = False, *, loc=None, ip=None) -> list:
     """Inline PTX with four results."""
-    values = [operand.ir_value(loc=loc, ip=ip) for operand in operands]
-    result = llvm.inline_asm(
-        llvm.StructType.get_literal([dtype] * 4), values, text, constraints, has_side_effects=side_effects,
-        loc=loc, ip=ip,
-    )  # fmt: skip
+    struct = llvm.StructType.get_literal([dtype] * 4)
+    result = ptx.asm(struct, operands, text, constraints, side_effects, loc=loc, ip=ip)
     return [llvm.extractvalue(dtype, result, [i], loc=loc, ip=ip) for i in range(4)]

@@ -30,7 +30,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from ... import contract
-from . import prologue, ptx
+from . import prologue, ptx, sass
 from .prologue import VECTOR, WORDS
 from .vectors import CODE_BYTES, VECTOR_BYTES, address_of, load_vector, row_bytes, vector_at
 
@@ -52,9 +52,6 @@ PERIOD = 2 * BUFFERS
 
 REDUCERS = 2
 """Warps that turn sums into norms, and peaks into inverses."""
-
-SMEM_PER_CTA = 99 * 1024
-"""Of sm_89 and sm_120, where it is least."""
 
 SMEM_OF_RESULTS = BUFFERS * (2 * 8 + 4 * 8)
 """Norms, inverses and four barriers, 8 bytes each."""
@@ -136,7 +133,7 @@ class NormQuant:
     @property
     def ring(self) -> int:
         """Rows in the ring, as many as fit: 8 at H = 5376."""
-        fit = (SMEM_PER_CTA - SMEM_OF_RESULTS) // self.slot_bytes - 1
+        fit = (sass.SHARED_LIMIT - SMEM_OF_RESULTS) // self.slot_bytes - 1
         return max(min(self.stages, fit // PERIOD * PERIOD), 0) if self.vectors else 0
 
     @property
@@ -194,7 +191,9 @@ class NormQuant:
             block=[self.threads + REDUCERS * LANES, 1, 1],
             min_blocks_per_mp=1,
             # Given, because the compiler would ask a device for its limit otherwise.
-            preferred_smem_carveout=min(100, -(-100 * (self.shared_bytes + 1024) // ptx.sm_shared_bytes())),
+            preferred_smem_carveout=min(
+                100, -(-100 * (self.shared_bytes + 1024) // sass.shared_limit(ptx.architecture().name))
+            ),
             stream=stream,
         )
 

@@ -14,16 +14,15 @@ def asm(result, operands, text: str, constraints: str, side_effects: bool = Fals
     return llvm.inline_asm(result, values, text, constraints, has_side_effects=side_effects, loc=loc, ip=ip)
 
 
+def architecture() -> Arch:
+    """What is compiled for."""
+    return BaseDSL._get_dsl().get_arch_enum()
+
+
 def hopper_or_later() -> bool:
     """Whether what is compiled for has TMA, waits at barriers that suspend, and kernels that begin before their
     predecessor ends."""
-    return BaseDSL._get_dsl().get_arch_enum() >= Arch.sm_90
-
-
-def sm_shared_bytes() -> int:
-    """Shared memory that blocks can have of an SM of what is compiled for."""
-    hopper = BaseDSL._get_dsl().get_arch_enum() in (Arch.sm_90, Arch.sm_90a)
-    return (227 if hopper else 99) * 1024
+    return architecture() >= Arch.sm_90
 
 
 def wait(barrier: cute.Pointer, phase: Int32) -> None:

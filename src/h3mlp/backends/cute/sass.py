@@ -12,11 +12,8 @@ from pathlib import Path
 TENSOR_CORE = ("QGMMA", "QMMA", "QMMA.SF", "HMMA")
 """FP8 wgmma, FP8 mma.sync, the same with block scales, FP16 mma.sync: what FP8 mma.sync is emulated with on Hopper."""
 
-SHARED_LIMITS = {"sm_90a": 227 * 1024}
-"""Bytes of shared memory that a block may have..."""
-
 SHARED_LIMIT = 99 * 1024
-"""... and elsewhere."""
+"""Bytes of shared memory that a block may have on every architecture."""
 
 RESERVED_SHARED = 1024
 """From sm_90 on, the system's part of a block's shared memory. The cubin counts it, the limit of 227 KB does not."""
@@ -52,13 +49,18 @@ class Report:
     @property
     def fits(self) -> bool:
         """Whether a block may have so much shared memory."""
-        return self.shared_bytes <= SHARED_LIMITS.get(self.arch, SHARED_LIMIT)
+        return self.shared_bytes <= shared_limit(self.arch)
 
     @property
     def multiplies_otherwise(self) -> bool:
         """Whether other tensor core instructions are there than what the kernel is written for, or none."""
         found = {name for name, count in self.instructions.items() if count}
         return self.multiplies_with is not None and found != {self.multiplies_with}
+
+
+def shared_limit(arch: str) -> int:
+    """Bytes of shared memory that a block may have, and all blocks of an SM together."""
+    return 227 * 1024 if arch == "sm_90a" else SHARED_LIMIT
 
 
 def report(

@@ -1,0 +1,16 @@
+"""Files that appear whole or not at all."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A file of the same name to write, near ``path``, which takes its place at the end, or is removed if the writing
+    fails. Another process may be looking for ``path``, or writing it too."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as folder:
+        partial = Path(folder, path.name)
+        yield partial
+        partial.replace(path)
