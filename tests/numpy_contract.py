@@ -91,12 +91,16 @@ def rms_norm(x, rstd, weight):
     return ((x.astype(F32) * rstd[:, None]) * weight.astype(F32)).astype(BF16)
 
 
-def adaln(n, scale, shift, index):
+def adaln(n, scale, shift, index, modulation="fused"):
     a = np.zeros(n.shape, BF16)
     for row, i in enumerate(index.tolist()):
         if 0 <= i < scale.shape[0]:
             sp1 = (F32(1) + scale[i].astype(F32)).astype(BF16)
-            a[row] = fma(n[row], sp1, shift[i]).astype(BF16)
+            if modulation == "eager":
+                product = (n[row].astype(F32) * sp1.astype(F32)).astype(BF16)
+                a[row] = (product.astype(F32) + shift[i].astype(F32)).astype(BF16)
+            else:
+                a[row] = fma(n[row], sp1, shift[i]).astype(BF16)
     return a
 
 
@@ -116,13 +120,13 @@ def quantize(a, s_row):
     return e4m3(a.astype(F32) / s_row[:, None])
 
 
-def stage1(x, x_norm_weight, scale, shift, index, eps=1e-5):
+def stage1(x, x_norm_weight, scale=None, shift=None, index=None, eps=1e-5, modulation="fused"):
     """ss, rstd, n, a, s_row, a_q."""
     with np.errstate(all="ignore"):
         ss = sum_of_squares(x)
         rstd = reciprocal_rms(ss, x.shape[1], eps)
         n = rms_norm(x, rstd, x_norm_weight)
-        a = adaln(n, scale, shift, index)
+        a = n if index is None else adaln(n, scale, shift, index, modulation)
         s_row = row_scale(a)
         return ss, rstd, n, a, s_row, quantize(a, s_row)
 

@@ -119,6 +119,38 @@ def test_buffers(inputs, name, change, match):
 
 
 @pytest.mark.parametrize(
+    ("missing", "match"),
+    [
+        (
+            ["adaln_scale"],
+            "adaln_scale must be a tensor like adaln_shift, or all of adaln_scale, adaln_shift, adaln_index",
+        ),
+        (["adaln_shift"], "adaln_shift must be a tensor like adaln_scale, or all of .* None; it is None"),
+        (["adaln_index"], "adaln_index must be a tensor like adaln_scale"),
+        (["adaln_scale", "adaln_shift"], "adaln_scale must be a tensor like adaln_index"),
+        (["adaln_scale", "adaln_index"], "adaln_scale must be a tensor like adaln_shift"),
+        (["adaln_shift", "adaln_index"], "adaln_shift must be a tensor like adaln_scale"),
+        (["adaln_scale", "adaln_shift", "adaln_index", "x"], "x must be a dense torch.Tensor; it is None"),
+        (["adaln_scale", "adaln_shift", "adaln_index", "fc1_weight_q"], "fc1_weight_q must be a dense torch.Tensor"),
+    ],
+)
+def test_some_of_adaln(inputs, missing, match):
+    bad = inputs._replace(**dict.fromkeys(missing))
+    for _ in range(2):  # the second time, what was accepted meanwhile is remembered
+        refused(match, bad)
+        refused(match, bad, **nan_buffers(70)._asdict())
+        with pytest.raises(ValueError, match=match):
+            torch.ops.h3mlp.fc1_swiglu_fp8(*bad, 1e-5, "fp32", "fused")
+        h3mlp.fc1_swiglu_fp8(*inputs)
+        h3mlp.fc1_swiglu_fp8(*inputs, **nan_buffers(70)._asdict())
+
+
+@pytest.mark.parametrize("modulation", ["", "Fused", None, 1])
+def test_modulation(inputs, modulation):
+    refused("modulation must be 'fused' or 'eager'; it is", inputs, modulation=modulation)
+
+
+@pytest.mark.parametrize(
     "eps", [0.0, -1e-5, float("nan"), float("inf"), 1e-46, 1e39, "1e-5", None, True, 1j, torch.tensor(1e-5)]
 )
 def test_eps(inputs, eps):
@@ -271,9 +303,9 @@ class TestRequiresGrad:
         bad = inputs._replace(**{name: getattr(inputs, name).clone().requires_grad_()})
         refused(self.message, bad, error=RuntimeError)
         with pytest.raises(RuntimeError, match=self.message):
-            torch.ops.h3mlp.fc1_swiglu_fp8(*bad, 1e-5, "fp32")
+            torch.ops.h3mlp.fc1_swiglu_fp8(*bad, 1e-5, "fp32", "fused")
         with pytest.raises(RuntimeError, match=self.message):
-            torch.ops.h3mlp.fc1_swiglu_fp8_out(*bad, 1e-5, "fp32", *nan_buffers(70))
+            torch.ops.h3mlp.fc1_swiglu_fp8_out(*bad, 1e-5, "fp32", "fused", *nan_buffers(70))
 
     def test_buffer(self, inputs):
         refused(self.message, inputs, error=RuntimeError, out=nan_buffers(70).out.requires_grad_())
@@ -314,13 +346,13 @@ def test_the_models_function_checks_its_dimensions(inputs):
 
 def test_a_direct_call_of_the_torch_operator_is_checked_too(inputs):
     with pytest.raises(ValueError, match="x must be bfloat16"):
-        torch.ops.h3mlp.fc1_swiglu_fp8(inputs.x.float(), *inputs[1:], 1e-5, "fp32")
+        torch.ops.h3mlp.fc1_swiglu_fp8(inputs.x.float(), *inputs[1:], 1e-5, "fp32", "fused")
     with pytest.raises(ValueError, match="eps must be"):
-        torch.ops.h3mlp.fc1_swiglu_fp8(*inputs, 0.0, "fp32")
+        torch.ops.h3mlp.fc1_swiglu_fp8(*inputs, 0.0, "fp32", "fused")
     with pytest.raises(ValueError, match="accumulate must be"):
-        torch.ops.h3mlp.fc1_swiglu_fp8(*inputs, 1e-5, "fp16")
+        torch.ops.h3mlp.fc1_swiglu_fp8(*inputs, 1e-5, "fp16", "fused")
     buffers = nan_buffers(70)
     with pytest.raises(ValueError, match="out must not overlap x"):
         torch.ops.h3mlp.fc1_swiglu_fp8_out(
-            *inputs, 1e-5, "fp32", *buffers._replace(out=inputs.x.view(-1)[: 70 * FFN].view(70, FFN))
+            *inputs, 1e-5, "fp32", "fused", *buffers._replace(out=inputs.x.view(-1)[: 70 * FFN].view(70, FFN))
         )

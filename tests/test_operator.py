@@ -37,6 +37,7 @@ def test_signature_is_the_specifications():
         "workspace_scale",
         "eps",
         "accumulate",
+        "modulation",
     ]
     keyword_only = {name: p.default for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
     assert keyword_only == {
@@ -45,6 +46,7 @@ def test_signature_is_the_specifications():
         "workspace_scale": None,
         "eps": 1e-5,
         "accumulate": "fp32",
+        "modulation": "fused",
     }
     prepare = inspect.signature(h3mlp.prepare_minimax_h3_fc1_weight_fp8)
     assert str(prepare.parameters["chunk_rows"]) == "chunk_rows: int = 2048"
@@ -67,6 +69,62 @@ def test_eps_reaches_the_arithmetic(inputs):
     want = reference.fc1_swiglu_fp8(*inputs, eps=0.5, return_intermediates=True)
     assert torch.equal(buffers.workspace_scale, want.s_row)
     assert not torch.equal(got, h3mlp.fc1_swiglu_fp8(*inputs))
+
+
+def test_modulation_reaches_the_arithmetic(inputs):
+    for modulation in contract.MODULATION:
+        buffers = nan_buffers(70)
+        h3mlp.fc1_swiglu_fp8(*inputs, **buffers._asdict(), modulation=modulation)
+        want = reference.fc1_swiglu_fp8(*inputs, modulation=modulation, return_intermediates=True)
+        assert torch.equal(bits(buffers.workspace_q), bits(want.a_q))
+        assert torch.equal(buffers.workspace_scale, want.s_row)
+        assert torch.equal(buffers.out, h3mlp.fc1_swiglu_fp8(*inputs, modulation=modulation))
+    other = reference.norm_quant(*inputs[:5])
+    assert not torch.equal(bits(buffers.workspace_q), bits(other.a_q)), "the two cannot be told apart here"
+
+
+class TestWithoutAdaLN:
+    @pytest.fixture
+    def plain(self, inputs):
+        return inputs._replace(adaln_scale=None, adaln_shift=None, adaln_index=None)
+
+    def test_it_is_rms_norm(self, plain):
+        buffers = nan_buffers(70)
+        got = h3mlp.fc1_swiglu_fp8(*plain, **buffers._asdict())
+        want = reference.fc1_swiglu_fp8(*plain, return_intermediates=True)
+        assert torch.equal(bits(buffers.workspace_q), bits(want.a_q))
+        assert torch.equal(buffers.workspace_scale, want.s_row)
+        assert torch.equal(want.a, want.n)
+        torch.testing.assert_close(got, want.y, rtol=2**-6, atol=1e-4)
+        assert torch.equal(got, h3mlp.fc1_swiglu_fp8(*plain))
+
+    def test_tables_of_zeros_do_the_same(self, plain, inputs):
+        """The sum with a shift of -0 is n for every n, the signs of zeros included."""
+        zeros = torch.zeros_like(inputs.adaln_scale)
+        tables = inputs._replace(adaln_scale=zeros, adaln_shift=-zeros, adaln_index=inputs.adaln_index.clamp(0))
+        assert torch.equal(h3mlp.fc1_swiglu_fp8(*plain), h3mlp.fc1_swiglu_fp8(*tables))
+
+    @pytest.mark.parametrize("rows", [0, 1])
+    def test_few_rows(self, plain, rows):
+        got = h3mlp.fc1_swiglu_fp8(*plain._replace(x=plain.x[:rows]))
+        assert got.shape == (rows, FFN)
+
+    def test_buffers_that_overlap_are_named(self, plain):
+        with pytest.raises(ValueError, match="out must not overlap x; they share memory"):
+            h3mlp.fc1_swiglu_fp8(*plain, out=plain.x.view(-1)[: 70 * FFN].view(70, FFN))
+
+    @pytest.mark.parametrize("backend", BACKENDS)
+    def test_compiled(self, plain, backend):
+        compiled = torch.compile(
+            lambda *a: h3mlp.fc1_swiglu_fp8(*a, modulation="eager"), fullgraph=True, backend=backend
+        )
+        assert torch.equal(compiled(*plain), h3mlp.fc1_swiglu_fp8(*plain))
+
+    def test_the_profiler_sees_it(self, plain):
+        with torch.autograd.profiler.profile() as profile:
+            got = h3mlp.fc1_swiglu_fp8(*plain)
+        assert "h3mlp::fc1_swiglu_fp8" in {event.name for event in profile.function_events}
+        assert torch.equal(got, h3mlp.fc1_swiglu_fp8(*plain))
 
 
 def test_the_cpu_accumulates_in_fp32_either_way(inputs):
@@ -259,7 +317,7 @@ class TestWhoSeesAnOperator:
     @pytest.mark.parametrize("accumulate", contract.ACCUMULATE)
     def test_the_backend_gets_what_the_caller_gave(self, inputs, backend, accumulate):
         buffers = nan_buffers(70)
-        options = {"eps": 0.5, "accumulate": accumulate}
+        options = {"eps": 0.5, "accumulate": accumulate, "modulation": "eager"}
         h3mlp.fc1_swiglu_fp8(*inputs, **buffers._asdict(), **options)
         with Recorder():
             h3mlp.fc1_swiglu_fp8(*inputs, **buffers._asdict(), **options)
@@ -268,6 +326,7 @@ class TestWhoSeesAnOperator:
         for got in (direct, dispatched):
             assert all(a is b for a, b in zip((*got[0], *got[2]), (*inputs, *buffers), strict=True))
             assert got[1::2] == (0.5, accumulate)
+            assert got[4] == "eager"
         assert partly[2].out is buffers.out
         assert [t.shape[0] for t in partly[2]] == [70] * 3
 
@@ -339,11 +398,13 @@ ALLCLOSE = torch.allclose
 class TestTorchOperators:
     def test_opcheck_functional(self, inputs, monkeypatch):
         monkeypatch.setattr(torch, "allclose", float8_allclose)
-        torch.library.opcheck(torch.ops.h3mlp.fc1_swiglu_fp8.default, (*inputs, 1e-5, "fp32"))
+        torch.library.opcheck(torch.ops.h3mlp.fc1_swiglu_fp8.default, (*inputs, 1e-5, "fp32", "fused"))
 
     def test_opcheck_out(self, inputs, monkeypatch):
         monkeypatch.setattr(torch, "allclose", float8_allclose)
-        torch.library.opcheck(torch.ops.h3mlp.fc1_swiglu_fp8_out.default, (*inputs, 1e-5, "fp32", *nan_buffers(70)))
+        torch.library.opcheck(
+            torch.ops.h3mlp.fc1_swiglu_fp8_out.default, (*inputs, 1e-5, "fp32", "fused", *nan_buffers(70))
+        )
 
     def test_meta(self, inputs):
         meta = contract.Inputs(*(t.to("meta") for t in inputs))

@@ -122,12 +122,13 @@ def test_scale_plus_one_for_every_bf16():
     bf16_matrix(3, 32),
     st.lists(st.sampled_from([0, 1, 2, -1, 3, -(2**31), 2**31 - 1]), min_size=6, max_size=6),
     st.sampled_from([np.int32, np.int64]),
+    st.sampled_from(contract.MODULATION),
 )
-def test_adaln(n, scale, shift, index, dtype):
+def test_adaln(n, scale, shift, index, dtype, modulation):
     index = np.array(index, dtype)
     with np.errstate(all="ignore"):
-        want = oracle.adaln(n, scale, shift, index)
-    got = both(reference.adaln, n, scale, shift, index)
+        want = oracle.adaln(n, scale, shift, index, modulation)
+    got = both(reference.adaln, n, scale, shift, index, modulation)
     oracle.assert_same_bits(got, want)
     outside = oracle.to_torch((index < 0) | (index > 2))
     assert (got[outside].view(torch.int16) == 0).all(), "rows with a bad index must be +0"
@@ -252,12 +253,23 @@ def test_gate_and_up_are_the_documented_columns():
     bf16_matrix(2, 128),
     st.lists(st.sampled_from([0, 1, -1, 2]), min_size=5, max_size=5),
     st.sampled_from([1e-5, 1e-12]),
+    st.sampled_from([*contract.MODULATION, None]),
 )
-def test_stage_1_as_a_whole(x, weight, scale, shift, index, eps):
-    index = np.array(index, np.int32)
-    want = oracle.stage1(x, weight[0], scale, shift, index, eps)
-    got = both(reference.norm_quant, x, weight[0], scale, shift, index, eps)
+def test_stage_1_as_a_whole(x, weight, scale, shift, index, eps, modulation):
+    tables = (scale, shift, np.array(index, np.int32)) if modulation else (None, None, None)
+    options = (eps, modulation or "fused")
+    want = oracle.stage1(x, weight[0], *tables, *options)
+    got = both(reference.norm_quant, x, weight[0], *tables, *options)
     assert_stage_1(got, want)
+
+
+def test_eager_modulation_is_plain_torchs(inputs):
+    """What an engine writes in BF16 torch has its bits, and not those of one rounding."""
+    n = reference.norm_quant(*inputs[:5]).n
+    scale, shift = inputs.adaln_scale[inputs.adaln_index], inputs.adaln_shift[inputs.adaln_index]
+    got = reference.norm_quant(*inputs[:5], modulation="eager").a
+    assert torch.equal(got, n * (1 + scale) + shift)
+    assert not torch.equal(got, reference.norm_quant(*inputs[:5]).a)
 
 
 def assert_stage_1(got: reference.Stage1, want: tuple[np.ndarray, ...]) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import numbers
+import textwrap
 from collections.abc import Callable, Sequence
 from operator import add
 from typing import NamedTuple, NoReturn
@@ -14,6 +15,8 @@ try:
     from torch._C._dynamo.guards import TensorGuards  # what torch.compile asks whether a graph still fits
 except ImportError:
     TensorGuards = None
+
+_ADALN = ("adaln_scale", "adaln_shift", "adaln_index")
 
 _EPS_MIN, _EPS_MAX = 2.0**-149, torch.finfo(torch.float32).max
 
@@ -33,8 +36,8 @@ class _Accepted(NamedTuple):
 
 
 _ACCEPTED: dict[tuple, list[_Accepted]] = {}
-"""By number of arguments, M and grad mode: torch's guards compare ten tensors in 0.7 us, but know nothing of the mode.
-The checks themselves take 10 us, reading the metadata in Python 4 us."""
+"""By numbers of buffers and tensors, M and grad mode: torch's guards compare ten tensors in 0.7 us, but know nothing of
+the mode. The checks themselves take 10 us, reading the metadata in Python 4 us."""
 
 _APART: set[tuple[int, ...]] = set()
 """Addresses and spans of arguments that were found not to overlap: 0.6 us to look up, 2.3 us to compare. An allocator
@@ -53,7 +56,7 @@ def refuse(name: str, want: str, got: object) -> NoReturn:
 
 def describe(value: object) -> str:
     if not isinstance(value, torch.Tensor):
-        return f"{value!r} ({type(value).__name__})"
+        return f"{textwrap.shorten(repr(value), 100, placeholder=' ...')} ({type(value).__name__})"
     if value.layout != torch.strided:
         return f"{_name(value.dtype)} {list(value.shape)} of layout {value.layout}"
     return f"{_name(value.dtype)} {list(value.shape)} with strides {tuple(value.stride())} on {value.device}"
@@ -69,6 +72,16 @@ def positive_int(name: str, value: object) -> None:
         refuse(name, "a positive int", value)
 
 
+def dimensions(hidden: object, ffn: object) -> None:
+    for name, size, multiple in (
+        ("hidden", hidden, contract.HIDDEN_MULTIPLE),
+        ("ffn", ffn, contract.FFN_MULTIPLE),
+    ):
+        positive_int(name, size)
+        if size % multiple:
+            refuse(name, f"a multiple of {multiple}", size)
+
+
 def eps(value: object) -> None:
     """The contract adds eps in FP32, so it must be finite and positive there."""
     number = type(value) is float or (isinstance(value, numbers.Real) and not isinstance(value, bool))
@@ -79,6 +92,23 @@ def eps(value: object) -> None:
 def accumulate(value: object) -> None:
     if not (isinstance(value, str) and value in contract.ACCUMULATE):
         refuse("accumulate", " or ".join(map(repr, contract.ACCUMULATE)), value)
+
+
+def modulation(value: object) -> None:
+    if not (isinstance(value, str) and value in contract.MODULATION):
+        refuse("modulation", " or ".join(map(repr, contract.MODULATION)), value)
+
+
+def gate_order(value: object) -> None:
+    if not (isinstance(value, str) and value in contract.GATE_ORDER):
+        refuse("gate_order", " or ".join(map(repr, contract.GATE_ORDER)), value)
+
+
+def options(eps_value: object, accumulate_value: object, modulation_value: object) -> None:
+    """The operator's arguments that are no tensors."""
+    eps(eps_value)
+    accumulate(accumulate_value)
+    modulation(modulation_value)
 
 
 def fc1_rows(name: str, value: object, refused: str) -> None:
@@ -93,9 +123,14 @@ def fc1_rows(name: str, value: object, refused: str) -> None:
 def fc1_weight(value: object) -> None:
     tensor("fc1_weight", value)
     if value.dtype != contract.ACTIVATION or not _is_fc1_shape(value):
-        refuse("fc1_weight", f"bfloat16 {_fc1_shape()}, gate rows then up rows", value)
+        refuse("fc1_weight", f"bfloat16 {_fc1_shape()}, one half after the other", value)
     if contract.row_order(value) == contract.PACKED:
         raise ValueError("fc1_weight must have its gate rows before its up rows; its tag says that it is packed")
+
+
+def norm_weight(name: str, value: object, hidden: int, device: torch.device) -> None:
+    tensor(name, value)
+    _vector(name, value, (contract.ACTIVATION,), hidden, device)
 
 
 def model_weight(name: str, value: torch.Tensor) -> None:
@@ -124,10 +159,11 @@ def arguments(read: contract.Inputs, written: contract.Buffers | tuple[()] = ())
     """The operator's inputs, and its buffers where they are the caller's; returns the first M rows of those. What
     metadata decide is checked once for equal metadata. The row order, a note on the tensor object, and the addresses
     are checked in every call."""
-    tensors = (*written, *read)
+    tensor("x", read.x)
+    given = present(written, read)
     rows = read.x.shape[0] if read.x.dim() else 0
-    key = (len(tensors), rows, torch.is_grad_enabled())
-    accepted = next((known for known in _ACCEPTED.get(key, ()) if known.like(*tensors)), None)
+    key = (len(written), len(given), rows, torch.is_grad_enabled())
+    accepted = next((known for known in _ACCEPTED.get(key, ()) if known.like(*given)), None)
     if accepted is None:
         accepted = _accept(read, written)
         _remember(key, accepted)
@@ -135,8 +171,8 @@ def arguments(read: contract.Inputs, written: contract.Buffers | tuple[()] = ())
     _packed("fc1_weight_scale", read.fc1_weight_scale)
     if not written:
         return written
-    if rows and (where := (*map(torch.Tensor.data_ptr, tensors), *accepted.spans)) not in _APART:
-        _no_overlap(where[: len(tensors)], accepted.spans)
+    if rows and (where := (*map(torch.Tensor.data_ptr, given), *accepted.spans)) not in _APART:
+        _no_overlap(where[: len(given)], accepted.spans, names(written, read))
         if len(_APART) >= _REMEMBERED:
             _APART.clear()
         _APART.add(where)
@@ -145,16 +181,39 @@ def arguments(read: contract.Inputs, written: contract.Buffers | tuple[()] = ())
 
 def _accept(read: contract.Inputs, written: contract.Buffers | tuple[()]) -> _Accepted:
     """What ``_ACCEPTED`` holds of these arguments, or their refusal."""
-    inference_only((*read, *written))
-    for given in filter(None, (read, written)):
-        for name, value in zip(given._fields, given, strict=True):
-            tensor(name, value)
+    given = present(written, read)
+    for name, value in zip(names(written, read), given, strict=True):
+        tensor(name, value)
+    inference_only(given)
     inputs(read)
     rows = read.x.shape[0]
     if written:
         buffers(written, read.x, read.fc1_weight_q.shape[0] // 2)
     exact = all(value.shape[0] == rows for value in written)
-    return _Accepted(_guards((*written, *read)), exact, tuple(map(_span, (*[v[:rows] for v in written], *read))))
+    spans = tuple(map(_span, present([value[:rows] for value in written], read)))
+    return _Accepted(_guards(given), exact, spans)
+
+
+def without_tables(read: contract.Inputs) -> bool:
+    """Whether AdaLN is left out: scale, shift and index are None."""
+    given = [name for name in _ADALN if getattr(read, name) is not None]
+    if given and len(given) < len(_ADALN):
+        missing = next(name for name in _ADALN if name not in given)
+        refuse(missing, f"a tensor like {given[0]}, or all of {', '.join(_ADALN)} None", None)
+    return not given
+
+
+def present(written: Sequence[torch.Tensor], read: contract.Inputs) -> tuple[torch.Tensor, ...]:
+    """All tensors among the arguments, in the order of ``names``."""
+    if (read.adaln_index is None or read.adaln_scale is None or read.adaln_shift is None) and without_tables(read):
+        return (*written, read.x, read.x_norm_weight, *read[5:])
+    return (*written, *read)
+
+
+def names(written: contract.Buffers | tuple[()], read: contract.Inputs) -> list[str]:
+    """What the tensors of ``present`` are called."""
+    left_out = _ADALN if read.adaln_index is None else ()
+    return [name for given in filter(None, (written, read)) for name in given._fields if name not in left_out]
 
 
 def _guards(tensors: tuple[torch.Tensor, ...]) -> Callable[..., bool]:
@@ -181,7 +240,9 @@ def inputs(given: contract.Inputs) -> None:
     # A symbolic M (torch.export) is left to the call that brings the real one: a bound here would become a constraint.
     if isinstance(x.shape[0], int) and x.shape[0] > contract.MAX_ROWS:
         refuse("x", f"[M, {hidden}] with M <= {contract.MAX_ROWS}", x)
-    _vector("x_norm_weight", given.x_norm_weight, (contract.ACTIVATION,), hidden, device)
+    norm_weight("x_norm_weight", given.x_norm_weight, hidden, device)
+    if without_tables(given):
+        return
     _matrix("adaln_scale", given.adaln_scale, "R", hidden, device)
     table_rows = given.adaln_scale.shape[0]
     if table_rows < 1:
@@ -208,9 +269,8 @@ def buffers(given: contract.Buffers, x: torch.Tensor, ffn: int) -> None:
         _contiguous(name, value)
 
 
-def _no_overlap(first: Sequence[int], spans: Sequence[int]) -> None:
+def _no_overlap(first: Sequence[int], spans: Sequence[int], names: Sequence[str]) -> None:
     """No byte of a buffer may be seen through another argument. Whole spans are compared, gaps of strides included."""
-    names = contract.Buffers._fields + contract.Inputs._fields
     end = list(map(add, first, spans))
     for i in range(len(contract.Buffers._fields)):
         mine, my_end = first[i], end[i]

@@ -12,8 +12,10 @@ Stage 1, RMSNorm + AdaLN + quantization, per row. Bit-identical on every backend
  2. ``rstd = RN(1 / RN(sqrt(RN(RN(ss / H) + eps))))``, eps rounded to FP32.
  3. ``n = bf16(RN(RN(x * rstd) * w))``: one BF16 rounding, after the weight.
  4. ``sp1 = bf16(RN(1 + scale[i]))``.
- 5. ``a = bf16(fma(n, sp1, shift[i]))``: the product of two BF16 is not rounded.
+ 5. ``a = bf16(fma(n, sp1, shift[i]))``: the product of two BF16 is not rounded. With ``modulation="eager"`` it is, as
+    in BF16 torch: ``a = bf16(RN(bf16(RN(n * sp1)) + shift[i]))``.
  6. An index outside [0, R): a = +0 for the whole row, whatever x holds.
+    Without tables and index, as in the model's token refiner, steps 4 to 6 are left out: a = n.
  7. ``s_row = RN(max(amax |a|, 1e-12) / 448)``, NaN ignored in amax.
  8. ``a_q = e4m3(RN(a / s_row))``, saturating at 448, NaN to 0x7F, the sign of zero kept.
 
@@ -57,6 +59,9 @@ INDEX = (torch.int32, torch.int64)
 ACCUMULATE = ("fp32", "fast")
 """How stage 2 may add. Fast: within the tensor cores alone, which on Hopper keep about 13 bits and truncate."""
 
+MODULATION = ("fused", "eager")
+"""How often step 5 rounds to BF16: once, or the product too, as plain torch does."""
+
 E4M3_MAX = 448.0
 AMAX_FLOOR = 1e-12
 VECTOR = 8
@@ -69,15 +74,18 @@ PACKED = "gate8_up8"
 HALVES = "gate_up"
 """The two row orders: packed, and all gate rows before all up rows."""
 
+GATE_ORDER = (HALVES, "up_gate")
+"""How checkpoints store FC1: MiniMax's own has the gate rows first, that of diffusers the up rows (its "value")."""
+
 
 class Inputs(NamedTuple):
-    """What the operator reads, in the order of its signature."""
+    """What the operator reads, in the order of its signature. Scale, shift and index are all there or all None."""
 
     x: torch.Tensor  # BF16 [M, H], unit inner stride
     x_norm_weight: torch.Tensor  # BF16 [H]
-    adaln_scale: torch.Tensor  # BF16 [R, H], unit inner stride
-    adaln_shift: torch.Tensor  # BF16 [R, H], unit inner stride
-    adaln_index: torch.Tensor  # int32 or int64 [M]
+    adaln_scale: torch.Tensor | None  # BF16 [R, H], unit inner stride
+    adaln_shift: torch.Tensor | None  # BF16 [R, H], unit inner stride
+    adaln_index: torch.Tensor | None  # int32 or int64 [M]
     fc1_weight_q: torch.Tensor  # E4M3 [2F, H], packed row order
     fc1_weight_scale: torch.Tensor  # FP32 [2F], packed row order
 

@@ -10,7 +10,7 @@ from .backends import chain, cpu, cute
 
 BACKENDS: tuple[ModuleType, ...] = (cute, chain, cpu)
 """Fastest first. A backend is a module with NAME, ``serves(device) -> (bool, reason)`` and
-``run(inputs, eps, buffers, accumulate)``."""
+``run(inputs, eps, buffers, accumulate, modulation)``."""
 
 
 class Verdict(NamedTuple):

@@ -9,8 +9,8 @@ import torch
 from . import check, contract, dispatch
 
 _INPUTS = (
-    "Tensor x, Tensor x_norm_weight, Tensor adaln_scale, Tensor adaln_shift, Tensor adaln_index, "
-    "Tensor fc1_weight_q, Tensor fc1_weight_scale, float eps, str accumulate"
+    "Tensor x, Tensor x_norm_weight, Tensor? adaln_scale, Tensor? adaln_shift, Tensor? adaln_index, "
+    "Tensor fc1_weight_q, Tensor fc1_weight_scale, float eps, str accumulate, str modulation"
 )
 _BUFFERS = "Tensor(a!) out, Tensor(b!) workspace_q, Tensor(c!) workspace_scale"
 # The strides are checked when a graph is traced, so a compiler must not lay the tensors out anew afterwards.
@@ -38,26 +38,26 @@ def _functional_fake(*args) -> torch.Tensor:
 
 @torch.library.impl("h3mlp::fc1_swiglu_fp8_out", "default")
 def _into_buffers(*args) -> None:
-    _call(contract.Inputs(*args[:7]), contract.Buffers(*args[9:]), *args[7:9])
+    _call(contract.Inputs(*args[:7]), contract.Buffers(*args[10:]), *args[7:10])
 
 
 @torch.library.register_fake("h3mlp::fc1_swiglu_fp8_out")
 def _into_buffers_fake(*args) -> None:
     inputs = contract.Inputs(*args[:7])
-    _check_fake(inputs, *args[7:9])
-    check.buffers(contract.Buffers(*args[9:]), inputs.x, _ffn(inputs))
+    _check_fake(inputs, *args[7:10])
+    check.buffers(contract.Buffers(*args[10:]), inputs.x, _ffn(inputs))
 
 
-def _check_fake(inputs: contract.Inputs, eps: float, accumulate: str) -> None:
+def _check_fake(inputs: contract.Inputs, eps: float, accumulate: str, modulation: str) -> None:
     check.inputs(inputs)
-    check.eps(eps)
-    check.accumulate(accumulate)
+    check.options(eps, accumulate, modulation)
 
 
-def _call(inputs: contract.Inputs, given: contract.Buffers, eps: float, accumulate: str) -> torch.Tensor:
+def _call(
+    inputs: contract.Inputs, given: contract.Buffers, eps: float, accumulate: str, modulation: str
+) -> torch.Tensor:
     """The operator on real tensors: check, allocate what is not given, dispatch."""
-    check.eps(eps)
-    check.accumulate(accumulate)
+    check.options(eps, accumulate, modulation)
     mine = [buffer for buffer in given if buffer is not None]
     if len(mine) < len(given):
         check.arguments(inputs)  # the missing buffers take their shapes from them
@@ -65,7 +65,7 @@ def _call(inputs: contract.Inputs, given: contract.Buffers, eps: float, accumula
     buffers = check.arguments(inputs, given) if mine else given
     backend = dispatch.select(inputs.x.device)
     if inputs.x.shape[0]:
-        backend.run(inputs, eps, buffers, accumulate)
+        backend.run(inputs, eps, buffers, accumulate, modulation)
     return buffers.out
 
 
@@ -74,7 +74,7 @@ def _is_direct(inputs: contract.Inputs, given: contract.Buffers) -> bool:
     mode, transform, tensor subclass or profiler. The dispatcher, 3.5 us a call, is passed by then."""
     return (
         not torch.compiler.is_compiling()
-        and _PLAIN.issuperset(map(type, inputs))
+        and _PLAIN.issuperset(map(type, inputs if inputs.adaln_index is not None else check.present((), inputs)))
         and _PLAIN_OR_NONE.issuperset(map(type, given))
         and not inputs.x.is_meta
         and not torch.overrides.has_torch_function(inputs)  # a TorchFunctionMode
@@ -103,9 +103,9 @@ def allocate(inputs: contract.Inputs, given: contract.Buffers = _NONE_GIVEN) -> 
 def fc1_swiglu_fp8(
     x: torch.Tensor,
     x_norm_weight: torch.Tensor,
-    adaln_scale: torch.Tensor,
-    adaln_shift: torch.Tensor,
-    adaln_index: torch.Tensor,
+    adaln_scale: torch.Tensor | None,
+    adaln_shift: torch.Tensor | None,
+    adaln_index: torch.Tensor | None,
     fc1_weight_q: torch.Tensor,
     fc1_weight_scale: torch.Tensor,
     *,
@@ -114,6 +114,7 @@ def fc1_swiglu_fp8(
     workspace_scale: torch.Tensor | None = None,
     eps: float = contract.EPS,
     accumulate: str = "fp32",
+    modulation: str = "fused",
 ) -> torch.Tensor:
     """Fused FP8 (W8A8) RMSNorm + indexed AdaLN + FC1 GEMM + SwiGLU, for any hidden size and FFN width.
 
@@ -133,7 +134,8 @@ def fc1_swiglu_fp8(
         x_norm_weight: BF16 [H] RMSNorm weight.
         adaln_scale: BF16 [R, H] AdaLN table, unit inner stride (a column chunk of a wider projection will do), R >= 1.
         adaln_shift: BF16 [R, H], likewise.
-        adaln_index: int32 or int64 [M], the table row of each activation row.
+        adaln_index: int32 or int64 [M], the table row of each activation row. With both tables and the index None there
+            is no AdaLN, as in the model's token refiner: a = n.
         fc1_weight_q: E4M3 [2F, H], packed row order, from ``prepare_fc1_weight_fp8``; F a multiple of 64.
         fc1_weight_scale: FP32 [2F], likewise.
         out: BF16 [>= M, F], contiguous: receives the result in its first M rows. Allocated when omitted.
@@ -144,6 +146,8 @@ def fc1_swiglu_fp8(
             truncates, "fp32" promotes the partial sums to FP32 often enough that the relative RMS error of h is at most
             3e-4. "fast" skips the promotion: 1.6e-3 on random data, and on all-positive data the result is low by 9%
             (measured, H200). The CPU and every GPU whose tensor cores accumulate exactly ignore it.
+        modulation: "fused" rounds n * (1 + scale) + shift to BF16 once. "eager" rounds the product too, as diffusers
+            and other engines in plain torch do, for a comparison bit by bit.
 
     Returns:
         BF16 [M, F]: a new tensor, or ``out`` (its first M rows where it has more).
@@ -157,28 +161,30 @@ def fc1_swiglu_fp8(
     inputs = contract.Inputs(x, x_norm_weight, adaln_scale, adaln_shift, adaln_index, fc1_weight_q, fc1_weight_scale)
     given = contract.Buffers(out, workspace_q, workspace_scale)
     if _is_direct(inputs, given):
-        return _call(inputs, given, eps, accumulate)
-    return _through_torch(inputs, given, eps, accumulate)
+        return _call(inputs, given, eps, accumulate, modulation)
+    return _through_torch(inputs, given, eps, accumulate, modulation)
 
 
-def _through_torch(inputs: contract.Inputs, given: contract.Buffers, eps: float, accumulate: str) -> torch.Tensor:
+def _through_torch(
+    inputs: contract.Inputs, given: contract.Buffers, eps: float, accumulate: str, modulation: str
+) -> torch.Tensor:
     """The same as one torch operator. What the operator itself could not refuse by name, or not while a graph is
     traced, is refused before it."""
-    for name, value in zip(inputs._fields, inputs, strict=True):
+    present = check.present((), inputs)
+    for name, value in zip(check.names((), inputs), present, strict=True):
         check.tensor(name, value)
     for name, value in zip(given._fields, given, strict=True):
         if value is not None:
             check.tensor(name, value)
-    check.eps(eps)
-    check.accumulate(accumulate)
-    check.inference_only([t for t in (*inputs, *given) if t is not None])
+    check.options(eps, accumulate, modulation)
+    check.inference_only([*present, *(t for t in given if t is not None)])
 
     if all(buffer is None for buffer in given):
-        return torch.ops.h3mlp.fc1_swiglu_fp8(*inputs, eps, accumulate)
+        return torch.ops.h3mlp.fc1_swiglu_fp8(*inputs, eps, accumulate, modulation)
     if any(buffer is None for buffer in given):
         check.inputs(inputs)  # the missing buffers take their shapes from them
         given = allocate(inputs, given)
-    torch.ops.h3mlp.fc1_swiglu_fp8_out(*inputs, eps, accumulate, *given)
+    torch.ops.h3mlp.fc1_swiglu_fp8_out(*inputs, eps, accumulate, modulation, *given)
     rows = inputs.x.shape[0]
     return given.out if given.out.shape[0] == rows else given.out[:rows]
 
@@ -186,9 +192,9 @@ def _through_torch(inputs: contract.Inputs, given: contract.Buffers, eps: float,
 def minimax_h3_fc1_swiglu_fp8(
     x: torch.Tensor,
     x_norm_weight: torch.Tensor,
-    adaln_scale: torch.Tensor,
-    adaln_shift: torch.Tensor,
-    adaln_index: torch.Tensor,
+    adaln_scale: torch.Tensor | None,
+    adaln_shift: torch.Tensor | None,
+    adaln_index: torch.Tensor | None,
     fc1_weight_q: torch.Tensor,
     fc1_weight_scale: torch.Tensor,
     *,
@@ -197,6 +203,7 @@ def minimax_h3_fc1_swiglu_fp8(
     workspace_scale: torch.Tensor | None = None,
     eps: float = contract.EPS,
     accumulate: str = "fp32",
+    modulation: str = "fused",
 ) -> torch.Tensor:
     """``fc1_swiglu_fp8`` with the dimensions of MiniMax-H3 checked: H = 5376, F = 14336.
 
@@ -216,6 +223,7 @@ def minimax_h3_fc1_swiglu_fp8(
         workspace_scale: FP32 [>= M] that receives s_row, allocated when omitted.
         eps: RMSNorm epsilon, finite and positive in FP32.
         accumulate: "fp32", or "fast" for Hopper's unpromoted sums, as in ``fc1_swiglu_fp8``.
+        modulation: "fused", or "eager" for plain torch's rounding, as in ``fc1_swiglu_fp8``.
 
     Returns:
         BF16 [M, 14336].
@@ -238,4 +246,5 @@ def minimax_h3_fc1_swiglu_fp8(
         workspace_scale=workspace_scale,
         eps=eps,
         accumulate=accumulate,
+        modulation=modulation,
     )

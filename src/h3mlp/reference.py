@@ -91,15 +91,23 @@ def scale_plus_one(scale: torch.Tensor) -> torch.Tensor:
 
 
 def modulate(n: torch.Tensor, sp1: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """Step 5: BF16 [M, H], with the table rows already gathered."""
+    """Step 5, fused: BF16 [M, H], with the table rows already gathered."""
     return fma(n, sp1, shift).bfloat16()
 
 
-def adaln(n: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def modulate_eager(n: torch.Tensor, sp1: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """Step 5, eager: the product rounded to BF16 before the sum is."""
+    return ((n.float() * sp1.float()).bfloat16().float() + shift.float()).bfloat16()
+
+
+def adaln(
+    n: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, index: torch.Tensor, modulation: str = "fused"
+) -> torch.Tensor:
     """Steps 4 to 6: BF16 [M, H] from n [M, H], tables [R, H] and index [M]; +0 where the index is outside [0, R)."""
     inside = (index >= 0) & (index < scale.shape[0])
     row = torch.where(inside, index, 0)
-    a = modulate(n, scale_plus_one(scale[row]), shift[row])
+    step5 = {"fused": modulate, "eager": modulate_eager}[modulation]
+    a = step5(n, scale_plus_one(scale[row]), shift[row])
     return torch.where(inside[:, None], a, torch.zeros_like(a))
 
 
@@ -129,16 +137,17 @@ def quantize(a: torch.Tensor, s_row: torch.Tensor) -> torch.Tensor:
 def norm_quant(
     x: torch.Tensor,
     x_norm_weight: torch.Tensor,
-    adaln_scale: torch.Tensor,
-    adaln_shift: torch.Tensor,
-    adaln_index: torch.Tensor,
+    adaln_scale: torch.Tensor | None = None,
+    adaln_shift: torch.Tensor | None = None,
+    adaln_index: torch.Tensor | None = None,
     eps: float = contract.EPS,
+    modulation: str = "fused",
 ) -> Stage1:
     """Steps 1 to 8. Shapes as in ``contract.Inputs``."""
     ss = sum_of_squares(x)
     rstd = reciprocal_rms(ss, x.shape[-1], eps)
     n = rms_norm(x, rstd, x_norm_weight)
-    a = adaln(n, adaln_scale, adaln_shift, adaln_index)
+    a = n if adaln_index is None else adaln(n, adaln_scale, adaln_shift, adaln_index, modulation)
     s_row = row_scale(a)
     return Stage1(ss, rstd, n, a, s_row, quantize(a, s_row))
 
@@ -174,20 +183,21 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def fc1_swiglu_fp8(
     x: torch.Tensor,
     x_norm_weight: torch.Tensor,
-    adaln_scale: torch.Tensor,
-    adaln_shift: torch.Tensor,
-    adaln_index: torch.Tensor,
+    adaln_scale: torch.Tensor | None,
+    adaln_shift: torch.Tensor | None,
+    adaln_index: torch.Tensor | None,
     fc1_weight_q: torch.Tensor,
     fc1_weight_scale: torch.Tensor,
     *,
     eps: float = contract.EPS,
+    modulation: str = "fused",
     return_intermediates: bool = False,
 ) -> torch.Tensor | Intermediates:
     """The operator, composed from the functions above. Arguments as ``h3mlp.fc1_swiglu_fp8``, which checks them.
 
     Returns y, BF16 [M, F], or all ``Intermediates`` on request.
     """
-    stage1 = norm_quant(x, x_norm_weight, adaln_scale, adaln_shift, adaln_index, eps)
+    stage1 = norm_quant(x, x_norm_weight, adaln_scale, adaln_shift, adaln_index, eps, modulation)
     acc = accumulate(stage1.a_q, fc1_weight_q)
     gate, up = gate_and_up(dequantize(acc, stage1.s_row, fc1_weight_scale))
     y = swiglu(gate, up)

@@ -15,6 +15,7 @@ def warmup(
     ffn: int = contract.FFN,
     accumulate: str = "fp32",
     gemm: str | None = None,
+    modulation: str = "fused",
 ) -> None:
     """Compile and load the kernels for calls with so many rows, so that no call waits for it, nor a CUDA graph capture.
 
@@ -33,6 +34,7 @@ def warmup(
         accumulate: as in ``fc1_swiglu_fp8``.
         gemm: use this GEMM on the device from now on, in this process: form and tile such as ``unit_scale:128x256``.
             Unless given, ``$H3MLP_GEMM``, or else the one measured as the fastest.
+        modulation: as in ``fc1_swiglu_fp8``. The kernel without AdaLN is always among those that are loaded.
 
     Raises:
         ValueError: an argument out of range, or a ``gemm`` that the device does not have.
@@ -45,16 +47,11 @@ def warmup(
     rows = tuple(rows)
     for count in rows:
         check.positive_int("rows", count)
-    for name, size, multiple in (
-        ("hidden", hidden, contract.HIDDEN_MULTIPLE),
-        ("ffn", ffn, contract.FFN_MULTIPLE),
-    ):
-        check.positive_int(name, size)
-        if size % multiple:
-            check.refuse(name, f"a multiple of {multiple}", size)
+    check.dimensions(hidden, ffn)
     check.accumulate(accumulate)
+    check.modulation(modulation)
     prepare = getattr(dispatch.select(device), "warmup", None)
     if prepare is not None:
-        prepare(device, rows, hidden, ffn, accumulate, gemm)
+        prepare(device, rows, hidden, ffn, accumulate, gemm, modulation)
     elif gemm is not None:
         check.refuse("gemm", f"None on {device}, where there is no choice", gemm)

@@ -9,11 +9,14 @@ from . import check, contract, reference
 
 
 @torch.no_grad()
-def prepare_fc1_weight_fp8(fc1_weight: torch.Tensor, chunk_rows: int = 2048) -> tuple[torch.Tensor, torch.Tensor]:
+def prepare_fc1_weight_fp8(
+    fc1_weight: torch.Tensor, chunk_rows: int = 2048, gate_order: str = contract.HALVES
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize an FC1 weight of any size to FP8 with one scale a row, and pack its rows for the kernels.
 
     Args:
         fc1_weight: BF16 [2F, H], the F gate rows, then the F up rows; H a multiple of 128, F of 64. Any device.
+        gate_order: "gate_up", or "up_gate" where the up rows come first, as diffusers stores them.
         chunk_rows: rows held in FP32 at a time, rounded down to a multiple of 8 (at least 8). Extra memory is the two
             outputs and one such chunk: 44 MB at 2048 rows of 5376.
 
@@ -27,6 +30,7 @@ def prepare_fc1_weight_fp8(fc1_weight: torch.Tensor, chunk_rows: int = 2048) -> 
     """
     check.fc1_weight(fc1_weight)
     check.positive_int("chunk_rows", chunk_rows)
+    check.gate_order(gate_order)
     rows, hidden = fc1_weight.shape
     ffn, group = rows // 2, contract.ROW_GROUP
     weight_q = torch.empty((rows, hidden), dtype=contract.QUANTIZED, device=fc1_weight.device)
@@ -35,7 +39,8 @@ def prepare_fc1_weight_fp8(fc1_weight: torch.Tensor, chunk_rows: int = 2048) -> 
     packed_scale = weight_scale.view(ffn // group, 2, group)
     step = min(max(chunk_rows // group, 1), ffn // group)
     chunk = torch.empty((step * group, hidden), dtype=torch.float32, device=fc1_weight.device)
-    for half, source in enumerate(fc1_weight.split(ffn)):
+    halves = fc1_weight.split(ffn)
+    for half, source in enumerate(halves if gate_order == contract.HALVES else reversed(halves)):
         for first in range(0, ffn // group, step):
             bf16 = source[first * group : (first + step) * group]
             fp32 = chunk[: bf16.shape[0]].copy_(bf16)
@@ -109,9 +114,11 @@ class PackedFC1:
         check.packed_weight(self.weight, self.scale, self.weight.device, names=("weight", "scale"))
 
     @classmethod
-    def from_bf16(cls, fc1_weight: torch.Tensor, chunk_rows: int = 2048) -> "PackedFC1":
-        """Prepare BF16 [2F, H], gate rows then up rows. Arguments and errors of ``prepare_fc1_weight_fp8``."""
-        return cls(*prepare_fc1_weight_fp8(fc1_weight, chunk_rows))
+    def from_bf16(
+        cls, fc1_weight: torch.Tensor, chunk_rows: int = 2048, gate_order: str = contract.HALVES
+    ) -> "PackedFC1":
+        """Prepare BF16 [2F, H]. Arguments and errors of ``prepare_fc1_weight_fp8``."""
+        return cls(*prepare_fc1_weight_fp8(fc1_weight, chunk_rows, gate_order))
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter((self.weight, self.scale))

@@ -17,6 +17,17 @@ def test_stage_1_is_the_reference_bit_for_bit(rows):
     assert torch.equal(buffers.workspace_scale, want.s_row)
 
 
+@pytest.mark.parametrize("modulation", [*contract.MODULATION, None])
+def test_stage_1_in_every_mode(modulation):
+    inputs, buffers = edge_inputs(), nan_buffers(6)
+    if modulation is None:
+        inputs = inputs._replace(adaln_scale=None, adaln_shift=None, adaln_index=None)
+    cpu.stage1(inputs, 1e-5, buffers.workspace_q, buffers.workspace_scale, modulation or "fused")
+    want = reference.fc1_swiglu_fp8(*inputs, modulation=modulation or "fused", return_intermediates=True)
+    assert torch.equal(bits(buffers.workspace_q), bits(want.a_q))
+    assert torch.equal(buffers.workspace_scale, want.s_row)
+
+
 @given(st.integers(0, 2**16 - 1), st.integers(0, 2**16 - 1))
 def test_decode_is_torchs_conversion(first, second):
     """Any two pairs of codes; NaN too, whose bits are kept."""

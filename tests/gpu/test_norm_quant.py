@@ -93,8 +93,15 @@ def outputs(rows: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
     return codes, torch.full((rows,), torch.nan, device=CUDA)
 
 
-def check(function, inputs: list[torch.Tensor], eps: float = contract.EPS, extra_rows: int = 3, on_gpu=None) -> None:
-    want = reference.norm_quant(*inputs, eps)
+def check(
+    function,
+    inputs: list[torch.Tensor],
+    eps: float = contract.EPS,
+    extra_rows: int = 3,
+    on_gpu=None,
+    modulation: str = "fused",
+) -> None:
+    want = reference.norm_quant(*inputs, eps=eps, modulation=modulation)
     on_gpu = on_gpu or [t.to(CUDA) for t in inputs]
     rows, hidden = inputs[0].shape
     codes, scales = outputs(rows + extra_rows, hidden)
@@ -119,6 +126,24 @@ def assert_equal(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
 @pytest.mark.parametrize("hidden", [128, 384, contract.HIDDEN])
 def test_edges(hidden, mapping):
     check(kernel(hidden, index_bits=64, **MAPPINGS[mapping]), nasty(301, hidden))
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS)
+@pytest.mark.parametrize("hidden", [384, contract.HIDDEN])
+def test_edges_of_eager_modulation(hidden, mapping):
+    function = kernel(hidden, index_bits=64, modulation="eager", **MAPPINGS[mapping])
+    check(function, nasty(301, hidden), modulation="eager")
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 5, 301])
+@pytest.mark.parametrize("mapping", MAPPINGS)
+def test_without_adaln(mapping, rows):
+    x, weight = nasty(301, 384)[:2]
+    check(kernel(384, index_bits=0, modulation=None, **MAPPINGS[mapping]), [x[:rows], weight])
+
+
+def test_without_adaln_at_the_real_size():
+    check(kernel(contract.HIDDEN, index_bits=0, modulation=None), nasty(301, contract.HIDDEN)[:2])
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 23, 64])

@@ -29,12 +29,13 @@ def no_nvidia_gpu(device: torch.device) -> str | None:
 
 
 def reference_stage1(
-    inputs: contract.Inputs, eps: float, a_q: torch.Tensor, s_row: torch.Tensor, block_rows: int
+    inputs: contract.Inputs, eps: float, a_q: torch.Tensor, s_row: torch.Tensor, modulation: str, block_rows: int
 ) -> None:
     """x [M, H] to codes a_q [M, H] and scales s_row [M] by the reference, ``block_rows`` rows at a time."""
     for first in range(0, inputs.x.shape[0], block_rows):
         block = slice(first, first + block_rows)
-        rows = inputs._replace(x=inputs.x[block], adaln_index=inputs.adaln_index[block])
-        found = reference.norm_quant(*rows[:5], eps)
+        x, *others, index = inputs[:5]
+        index = index if index is None else index[block]
+        found = reference.norm_quant(x[block], *others, index, eps, modulation)
         s_row[block], a_q[block] = found.s_row, found.a_q
         del found  # or its n, a and a_q, 5 bytes an element, would still be there in the next block

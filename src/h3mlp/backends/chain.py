@@ -39,16 +39,20 @@ def serves(device: torch.device) -> tuple[bool, str]:
     return True, f"torch._scaled_mm in blocks of rows, compute capability {major}.{minor}"
 
 
-def run(inputs: contract.Inputs, eps: float, buffers: contract.Buffers, accumulate: str) -> None:
+def run(
+    inputs: contract.Inputs, eps: float, buffers: contract.Buffers, accumulate: str, modulation: str = "fused"
+) -> None:
     """Both stages. The arguments are checked, and the buffers have exactly M rows."""
-    stage1(inputs, eps, buffers.workspace_q, buffers.workspace_scale)
+    stage1(inputs, eps, buffers.workspace_q, buffers.workspace_scale, modulation)
     weight = inputs.fc1_weight_q, inputs.fc1_weight_scale
     gemm_swiglu(buffers.workspace_q, buffers.workspace_scale, *weight, buffers.out, accumulate == "fast")
 
 
-def stage1(inputs: contract.Inputs, eps: float, a_q: torch.Tensor, s_row: torch.Tensor) -> None:
+def stage1(
+    inputs: contract.Inputs, eps: float, a_q: torch.Tensor, s_row: torch.Tensor, modulation: str = "fused"
+) -> None:
     """x [M, H] to codes a_q [M, H] and scales s_row [M]."""
-    reference_stage1(inputs, eps, a_q, s_row, _block_rows(inputs.x.shape[1], STAGE1_BYTES))
+    reference_stage1(inputs, eps, a_q, s_row, modulation, _block_rows(inputs.x.shape[1], STAGE1_BYTES))
 
 
 def gemm_swiglu(

@@ -28,15 +28,23 @@ def serves(device: torch.device) -> tuple[bool, str]:
     return True, f"torch on the CPU, {torch.get_num_threads()} threads, {capability}"
 
 
-def run(inputs: contract.Inputs, eps: float, buffers: contract.Buffers, accumulate: str) -> None:  # noqa: ARG001
+def run(
+    inputs: contract.Inputs,
+    eps: float,
+    buffers: contract.Buffers,
+    accumulate: str,  # noqa: ARG001
+    modulation: str = "fused",
+) -> None:
     """Both stages, always in FP32. The arguments are checked, and the buffers have exactly M rows."""
-    stage1(inputs, eps, buffers.workspace_q, buffers.workspace_scale)
+    stage1(inputs, eps, buffers.workspace_q, buffers.workspace_scale, modulation)
     gemm_swiglu(buffers.workspace_q, buffers.workspace_scale, inputs.fc1_weight_q, inputs.fc1_weight_scale, buffers.out)
 
 
-def stage1(inputs: contract.Inputs, eps: float, a_q: torch.Tensor, s_row: torch.Tensor) -> None:
+def stage1(
+    inputs: contract.Inputs, eps: float, a_q: torch.Tensor, s_row: torch.Tensor, modulation: str = "fused"
+) -> None:
     """x [M, H] to codes a_q [M, H] and scales s_row [M]."""
-    reference_stage1(inputs, eps, a_q, s_row, NORM_ROWS)
+    reference_stage1(inputs, eps, a_q, s_row, modulation, NORM_ROWS)
 
 
 def gemm_swiglu(

@@ -76,7 +76,7 @@ class Problem:
         """The reference's codes and scales of x: what the bare GEMM reads."""
         x = self.layer.x
         a_q, s_row = x.new_empty(x.shape, dtype=contract.QUANTIZED), x.new_empty(len(x), dtype=contract.SCALE)
-        reference_stage1(self.inputs, contract.EPS, a_q, s_row, STAGE1_ROWS)
+        reference_stage1(self.inputs, contract.EPS, a_q, s_row, "fused", STAGE1_ROWS)
         return a_q, s_row
 
 

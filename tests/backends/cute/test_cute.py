@@ -173,8 +173,26 @@ def test_warmup_launches_each_kernel_once(launched, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
     launch.warmup(torch.device("cpu"), (1, 5, 32, 33472), 384, 14336, "fast")
-    want = ["gemm_sm90_128x160_fast", "gemm_sm90_128x32_fast", "norm_quant_i32", "norm_quant_i64"]
-    assert sorted(names(launched)) == want
+    gemms = ["gemm_sm90_128x160_fast", "gemm_sm90_128x32_fast"]
+    assert sorted(names(launched)) == [*gemms, "norm_quant_i32", "norm_quant_i64", "norm_quant_plain"]
+    launched.clear()
+    launch.warmup(torch.device("cpu"), (1, 33472), 384, 14336, "fast", modulation="eager")
+    assert sorted(names(launched)) == [*gemms, "norm_quant_eager_i32", "norm_quant_eager_i64", "norm_quant_plain"]
+
+
+def test_what_each_mode_launches(launched):
+    """Without AdaLN the kernel gets neither tables nor index."""
+    from h3mlp.backends.cute import launch
+
+    inputs, buffers = make_inputs(3), nan_buffers(3)
+    launch.run(inputs, 1e-5, buffers, "fp32")
+    launch.run(inputs._replace(adaln_index=inputs.adaln_index.int()), 1e-5, buffers, "fp32", "eager")
+    plain = inputs._replace(adaln_scale=None, adaln_shift=None, adaln_index=None)
+    launch.run(plain, 1e-5, buffers, "fp32", "eager")
+    launch.run(plain._replace(x=shifted(inputs.x)), 1e-5, buffers, "fp32")
+    stage1 = ["norm_quant_i64", "norm_quant_eager_i32", "norm_quant_plain", "norm_quant_plain_scalar"]
+    assert names(launched)[::2] == stage1
+    assert [len(arguments) for _, _, arguments in launched[::2]] == [8, 8, 5, 5]
 
 
 @pytest.mark.parametrize(("arch", "loads"), [("sm_120a", ""), ("sm_121a", ""), ("sm_89", "_async")])

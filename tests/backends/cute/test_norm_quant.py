@@ -27,9 +27,13 @@ def test_the_ring_fits_in_the_shared_memory_of_every_architecture():
 
 
 @pytest.mark.parametrize("arch", ["sm_89", "sm_90a", "sm_120a"])
-@pytest.mark.parametrize("fields", [{}, {"vectors": False}, {"stages": 4}], ids=["default", "scalars", "ring of 4"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"vectors": False}, {"stages": 4}, {"modulation": "eager"}, {"modulation": None, "index_bits": 0}],
+    ids=["default", "scalars", "ring of 4", "eager", "plain"],
+)
 def test_machine_code(arch, fields):
-    kernel = NormQuant(contract.HIDDEN, 64, **fields)
+    kernel = NormQuant(contract.HIDDEN, **{"index_bits": 64, **fields})
     report = jit.inspect(kernel, arch)
     assert not report.spills
     assert report.shared_bytes == kernel.shared_bytes
@@ -37,7 +41,9 @@ def test_machine_code(arch, fields):
 
 @pytest.mark.parametrize(
     ("fields", "wrong"), [({"hidden": 100}, "hidden"), ({"index_bits": 16}, "index_bits"), ({"warps": 31}, "warps"),
-                          ({"warps": 0}, "warps"), ({"stages": -4}, "stages"), ({"stages": 6}, "stages")],
+                          ({"warps": 0}, "warps"), ({"stages": -4}, "stages"), ({"stages": 6}, "stages"),
+                          ({"modulation": None}, "index_bits"), ({"modulation": "plain"}, "modulation"),
+                          ({"index_bits": 0}, "index_bits")],
 )  # fmt: skip
 def test_refused(fields, wrong):
     with pytest.raises(ValueError, match=wrong):

@@ -38,22 +38,32 @@ def serves(device: torch.device) -> tuple[bool, str]:
     return True, f"kernels for {arch}, compiled when first used{gemm}"
 
 
-def run(inputs: contract.Inputs, eps: float, buffers: contract.Buffers, accumulate: str) -> None:
+def run(
+    inputs: contract.Inputs, eps: float, buffers: contract.Buffers, accumulate: str, modulation: str = "fused"
+) -> None:
     """Both stages. The arguments are checked, and the buffers have exactly M rows."""
     from . import launch
 
-    launch.run(inputs, eps, buffers, accumulate)
+    launch.run(inputs, eps, buffers, accumulate, modulation)
 
 
-def stage1(inputs: contract.Inputs, eps: float, a_q: torch.Tensor, s_row: torch.Tensor) -> None:
+def stage1(
+    inputs: contract.Inputs, eps: float, a_q: torch.Tensor, s_row: torch.Tensor, modulation: str = "fused"
+) -> None:
     """RMSNorm, AdaLN and quantization alone."""
     from . import launch
 
-    launch.stage1(inputs, eps, a_q, s_row)
+    launch.stage1(inputs, eps, a_q, s_row, modulation)
 
 
 def warmup(
-    device: torch.device, rows: tuple[int, ...], hidden: int, ffn: int, accumulate: str, gemm: str | None
+    device: torch.device,
+    rows: tuple[int, ...],
+    hidden: int,
+    ffn: int,
+    accumulate: str,
+    gemm: str | None,
+    modulation: str = "fused",
 ) -> None:
     """Compile and load what calls with so many rows launch. Where there is a choice of GEMMs, use ``gemm``, or find the
     fastest, once for a model of GPU.
@@ -63,7 +73,7 @@ def warmup(
     """
     from . import launch
 
-    launch.warmup(device, rows, hidden, ffn, accumulate, gemm)
+    launch.warmup(device, rows, hidden, ffn, accumulate, gemm, modulation)
 
 
 def kernels(arch: str) -> list["Kernel"]:

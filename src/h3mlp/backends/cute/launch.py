@@ -29,39 +29,50 @@ class _Kernel(NamedTuple):
             raise RuntimeError(f"kernel {self.name} was not launched on {device} for {rows} rows: {error}") from error
 
 
-def run(inputs: contract.Inputs, eps: float, buffers: contract.Buffers, accumulate: str) -> None:
+def run(
+    inputs: contract.Inputs, eps: float, buffers: contract.Buffers, accumulate: str, modulation: str = "fused"
+) -> None:
     """Both stages."""
     device = inputs.x.device
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return run(inputs, eps, buffers, accumulate)
+            return run(inputs, eps, buffers, accumulate, modulation)
     out, a_q, s_row = buffers
     w_q, w_scale = inputs.fc1_weight_q, inputs.fc1_weight_scale
     if (out.data_ptr() | a_q.data_ptr() | w_q.data_ptr()) % ALIGNMENT:
-        return _run_elsewhere(inputs, eps, buffers, accumulate)
-    stage1(inputs, eps, a_q, s_row)
+        return _run_elsewhere(inputs, eps, buffers, accumulate, modulation)
+    stage1(inputs, eps, a_q, s_row, modulation)
     stage2(a_q, s_row, w_q, w_scale, out, accumulate)
     return None
 
 
-def _run_elsewhere(inputs: contract.Inputs, eps: float, buffers: contract.Buffers, accumulate: str) -> None:
+def _run_elsewhere(
+    inputs: contract.Inputs, eps: float, buffers: contract.Buffers, accumulate: str, modulation: str
+) -> None:
     """Where a tensor does not begin where TMA can read and write it: by way of a copy of that one."""
     others = contract.Buffers(*(buffer if is_aligned(buffer) else torch.empty_like(buffer) for buffer in buffers))
-    run(inputs._replace(fc1_weight_q=aligned(inputs.fc1_weight_q)), eps, others, accumulate)
+    run(inputs._replace(fc1_weight_q=aligned(inputs.fc1_weight_q)), eps, others, accumulate, modulation)
     for buffer, used in zip(buffers, others, strict=True):
         if used is not buffer:
             buffer.copy_(used)
 
 
-def stage1(inputs: contract.Inputs, eps: float, a_q: torch.Tensor, s_row: torch.Tensor) -> None:
+def stage1(
+    inputs: contract.Inputs, eps: float, a_q: torch.Tensor, s_row: torch.Tensor, modulation: str = "fused"
+) -> None:
     """x [M, H] to codes a_q [M, H] and scales s_row [M]. a_q begins at a multiple of 16 bytes."""
     x, weight, scale, shift, index = inputs[:5]
     rows, hidden = x.shape
-    addresses = x.data_ptr() | weight.data_ptr() | scale.data_ptr() | shift.data_ptr()
-    strides = x.stride(0) | scale.stride(0) | shift.stride(0)
+    addresses, strides = x.data_ptr() | weight.data_ptr(), x.stride(0)
+    if index is None:
+        tables, index_bits, modulation = (), 0, None
+    else:
+        addresses |= scale.data_ptr() | shift.data_ptr()
+        strides |= scale.stride(0) | shift.stride(0)
+        tables, index_bits = (scale, shift, index), 64 if index.dtype is torch.int64 else 32
     vectors = not (addresses % ALIGNMENT or strides % contract.VECTOR)
-    kernel = _norm_quant(x.get_device(), hidden, 64 if index.dtype is torch.int64 else 32, vectors)
-    kernel.launch(rows, x, weight, scale, shift, index, a_q, s_row, eps)
+    kernel = _norm_quant(x.get_device(), hidden, index_bits, vectors, modulation)
+    kernel.launch(rows, x, weight, *tables, a_q, s_row, eps)
 
 
 def stage2(
@@ -78,7 +89,13 @@ def stage2(
 
 
 def warmup(
-    device: torch.device, rows: tuple[int, ...], hidden: int, ffn: int, accumulate: str, gemm: str | None = None
+    device: torch.device,
+    rows: tuple[int, ...],
+    hidden: int,
+    ffn: int,
+    accumulate: str,
+    gemm: str | None = None,
+    modulation: str = "fused",
 ) -> None:
     """Load what calls with so many rows launch, and launch it once, on one row: only then is it on the device."""
     with torch.cuda.device(device):
@@ -87,18 +104,18 @@ def warmup(
         w_q = torch.empty((2 * ffn, hidden), dtype=contract.QUANTIZED, device=device)
         w_scale = torch.empty(2 * ffn, dtype=contract.SCALE, device=device)
         out, a_q, s_row = x.new_empty((1, ffn)), w_q.new_empty((1, hidden)), w_scale.new_empty(1)
-        for bits, dtype in ((32, torch.int32), (64, torch.int64)):
-            index = torch.zeros(1, dtype=dtype, device=device)
-            kernel = _norm_quant(device.index, hidden, bits, True)
-            kernel.launch(1, x, weight[0], x, x, index, a_q, s_row, contract.EPS)
+        stage1(contract.Inputs(x, weight[0], None, None, None, w_q, w_scale), contract.EPS, a_q, s_row)
+        for dtype in contract.INDEX:
+            inputs = contract.Inputs(x, weight[0], x, x, torch.zeros(1, dtype=dtype, device=device), w_q, w_scale)
+            stage1(inputs, contract.EPS, a_q, s_row, modulation)
         for kernel, multiprocessors in {_gemm(device.index, count, hidden, ffn, accumulate) for count in rows}:
             kernel.launch(1, a_q, s_row, w_q, w_scale, out, multiprocessors)
 
 
 @lru_cache(maxsize=256)
-def _norm_quant(device: int, hidden: int, index_bits: int, vectors: bool) -> _Kernel:
+def _norm_quant(device: int, hidden: int, index_bits: int, vectors: bool, modulation: str | None) -> _Kernel:
     gpu = _gpu(device)
-    return _load(variants.norm_quant(gpu, hidden, index_bits, vectors), gpu.arch)
+    return _load(variants.norm_quant(gpu, hidden, index_bits, vectors, modulation), gpu.arch)
 
 
 @lru_cache(maxsize=4096)

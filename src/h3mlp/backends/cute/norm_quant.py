@@ -62,13 +62,16 @@ class NormQuant:
     """One specialization of the kernel.
 
     ``trace`` gives what ``cute.compile(function, *arguments, options="--enable-tvm-ffi")`` needs. The compiled function
-    takes (x, x_norm_weight, adaln_scale, adaln_shift, adaln_index, a_q, s_row, eps) and launches on torch's current
-    stream. a_q (E4M3) and s_row may have more than M rows. M = 0 launches one CTA that does nothing.
+    takes (x, x_norm_weight, adaln_scale, adaln_shift, adaln_index, a_q, s_row, eps), without the three of AdaLN where
+    there is none, and launches on torch's current stream. a_q (E4M3) and s_row may have more than M rows. M = 0
+    launches one CTA that does nothing.
     """
 
     hidden: int
     index_bits: int = 32
     vectors: bool = True
+    modulation: str | None = "fused"
+    """One of ``contract.MODULATION``, or None: no AdaLN, a = n, and no index, of 0 bits."""
     warps: int = 30
     """The most worker warps of a CTA. A row has a chunk for each 256 elements, dealt evenly: 1 a warp at best."""
     stages: int = 8
@@ -80,8 +83,11 @@ class NormQuant:
     def __post_init__(self):
         if self.hidden < 1 or self.hidden % contract.HIDDEN_MULTIPLE:
             raise ValueError(f"hidden must be a positive multiple of {contract.HIDDEN_MULTIPLE}; it is {self.hidden}")
-        if self.index_bits not in (32, 64):
-            raise ValueError(f"index_bits must be 32 or 64; it is {self.index_bits}")
+        if self.modulation not in (*contract.MODULATION, None):
+            raise ValueError(f"modulation must be one of {contract.MODULATION} or None; it is {self.modulation!r}")
+        widths = (32, 64) if self.modulation else (0,)
+        if self.index_bits not in widths:
+            raise ValueError(f"index_bits must be one of {widths}; it is {self.index_bits}")
         if not 1 <= self.warps <= LANES - REDUCERS:
             raise ValueError(f"warps must be 1 to {LANES - REDUCERS}; it is {self.warps}")
         if self.stages < 0 or self.stages % PERIOD:
@@ -89,7 +95,8 @@ class NormQuant:
 
     @property
     def name(self) -> str:
-        return f"norm_quant_i{self.index_bits}{'' if self.vectors else '_scalar'}"
+        mode = {"fused": f"i{self.index_bits}", "eager": f"eager_i{self.index_bits}", None: "plain"}[self.modulation]
+        return f"norm_quant_{mode}{'' if self.vectors else '_scalar'}"
 
     # The shape of a row, in vectors and chunks of one vector a lane.
 
@@ -160,27 +167,36 @@ class NormQuant:
             return cute.runtime.make_fake_tensor(dtype, (count,), (1,), assumed_align=align)
 
         index = Int32 if self.index_bits == 32 else Int64
-        arguments = (
-            matrix(BFloat16, rows, align),
-            vector(BFloat16, self.hidden, align),
+        adaln = (
             matrix(BFloat16, table_rows, align),
             matrix(BFloat16, table_rows, align),
             vector(index, rows, index.width // 8),
+        )
+        arguments = (
+            matrix(BFloat16, rows, align),
+            vector(BFloat16, self.hidden, align),
+            *(adaln if self.modulation else ()),
             matrix(Float8E4M3FN, cute.sym_int32(), CODE_BYTES if self.vectors else 1),
             vector(Float32, cute.sym_int32(), 4),
             Float32(contract.EPS),
             cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         )
-        return self.launch, arguments
+        return self.launch if self.modulation else self.launch_without_adaln, arguments
+
+    @cute.jit
+    def launch_without_adaln(
+        self, x: cute.Tensor, weight: cute.Tensor, a_q: cute.Tensor, s_row: cute.Tensor, eps: Float32, stream
+    ):
+        self.launch(x, weight, None, None, None, a_q, s_row, eps, stream)
 
     @cute.jit
     def launch(
         self,
         x: cute.Tensor,
         weight: cute.Tensor,
-        scale: cute.Tensor,
-        shift: cute.Tensor,
-        index: cute.Tensor,
+        scale: cute.Tensor | None,
+        shift: cute.Tensor | None,
+        index: cute.Tensor | None,
         a_q: cute.Tensor,
         s_row: cute.Tensor,
         eps: Float32,
@@ -202,9 +218,9 @@ class NormQuant:
         self,
         x: cute.Tensor,
         weight: cute.Tensor,
-        scale: cute.Tensor,
-        shift: cute.Tensor,
-        index: cute.Tensor,
+        scale: cute.Tensor | None,
+        shift: cute.Tensor | None,
+        index: cute.Tensor | None,
         a_q: cute.Tensor,
         s_row: cute.Tensor,
         eps: Float32,
@@ -218,7 +234,7 @@ class NormQuant:
             if warp < self.workers:
                 Worker(self, rows, shared, thread, x, weight, scale, shift, index, a_q).run()
             elif warp == self.workers:
-                Reducer(self, rows, shared, thread % LANES).sums(index, scale.shape[0], eps)
+                Reducer(self, rows, shared, thread % LANES).sums(index, scale, eps)
             else:
                 Reducer(self, rows, shared, thread % LANES).peaks(s_row)
 
@@ -297,7 +313,9 @@ class Worker:
         self.next_a_q[0] = address_of(self.a_q, rows.number(-2 * AHEAD), self.thread)
         for k in cutlass.range_constexpr(op.ring - 1 - AHEAD):
             self.copy(k < rows.count, k)
-        row = table_row_of(self.index[rows.first], self.scale.shape[0])
+        row = Int32(0)
+        if const_expr(op.modulation is not None):
+            row = table_row_of(self.index[rows.first], self.scale.shape[0])
         if row != OUTSIDE:
             self.load_tables(row)
         for turn in cutlass.range(rows.turns, unroll=1):
@@ -395,7 +413,7 @@ class Worker:
             else:
                 self.load_tables(row)
         for j in cutlass.range_constexpr(self.op.own):
-            prologue.modulate(norm[0].bitcast(Float32), tables[None, None, j], words[None, j])
+            prologue.modulate(norm[0].bitcast(Float32), tables[None, None, j], words[None, j], self.op.modulation)
 
     @cute.jit
     def load_tables(self, row):
@@ -405,11 +423,13 @@ class Worker:
         for j in cutlass.range_constexpr(op.own):
             if op.owns(thread, j):
                 self.load(self.weight, 0, j, pairs[None, 0])
-                self.load(self.scale, row, j, pairs[None, 1])
-                self.load(self.shift, row, j, pairs[None, 2])
+                if const_expr(op.modulation is not None):
+                    self.load(self.scale, row, j, pairs[None, 1])
+                    self.load(self.shift, row, j, pairs[None, 2])
                 for k in cutlass.range_constexpr(WORDS):
-                    pairs[k, 1] = prologue.scale_plus_one(pairs[k, 1])
-                    for t in cutlass.range_constexpr(3):
+                    if const_expr(op.modulation is not None):
+                        pairs[k, 1] = prologue.scale_plus_one(pairs[k, 1])
+                    for t in cutlass.range_constexpr(3 if op.modulation else 1):
                         tables[2 * k, t, j], tables[2 * k + 1, t, j] = ptx.halves(pairs[k, t])
         self.held[0] = row
 
@@ -434,18 +454,20 @@ class Reducer:
         self.op, self.rows, self.shared, self.lane = op, rows, shared, lane
 
     @cute.jit
-    def sums(self, index: cute.Tensor, table_rows, eps):
-        """rstd and the table row of every row.
+    def sums(self, index: cute.Tensor | None, scale: cute.Tensor | None, eps):
+        """rstd and the table row of every row; without AdaLN all rows have row 0, of the norm weight alone.
 
         The indices of 32 rows are read at once, up to 32 rows ahead: behind all the copies of x a load takes 3 us.
         """
         op, lane, last, norms = self.op, self.lane, self.rows.count - 1, self.shared.norms
-        ahead = index[self.rows.number(cutlass.min(lane, last))]
-        here = Int32(OUTSIDE)
+        here = Int32(0)
+        if const_expr(op.modulation is not None):
+            ahead = index[self.rows.number(cutlass.min(lane, last))]
         for turn in cutlass.range(0, self.rows.turns * op.unroll, PERIOD, unroll=1):
-            if turn % LANES == 0:
-                here = table_row_of(ahead, table_rows)
-                ahead = index[self.rows.number(cutlass.min(turn + LANES + lane, last))]
+            if const_expr(op.modulation is not None):
+                if turn % LANES == 0:
+                    here = table_row_of(ahead, scale.shape[0])
+                    ahead = index[self.rows.number(cutlass.min(turn + LANES + lane, last))]
             for at in cutlass.range_constexpr(PERIOD):
                 k, buffer = turn + at, at % BUFFERS
                 ptx.wait(self.shared.sums_done + buffer, at // BUFFERS)

@@ -61,13 +61,18 @@ def scale_plus_one(pair: Uint32) -> Uint32:
     return fma_bf16x2(pair, one, one)
 
 
-def modulate(rstd: Float32, table: cute.Tensor, words: cute.Tensor) -> None:
+def modulate(rstd: Float32, table: cute.Tensor, words: cute.Tensor, modulation: str | None) -> None:
     """x to a, in place. ``table``: norm weight, 1 + scale and shift of each element, in FP32."""
     for k in range(WORDS):
         low, high = 2 * k, 2 * k + 1
         x = halves(words[k])
-        n = halves(bf16x2(x[0] * rstd * table[low, 0], x[1] * rstd * table[high, 0]))
-        words[k] = bf16x2(fma(n[0], table[low, 1], table[low, 2]), fma(n[1], table[high, 1], table[high, 2]))
+        words[k] = bf16x2(x[0] * rstd * table[low, 0], x[1] * rstd * table[high, 0])
+        n = halves(words[k])
+        if modulation == "fused":
+            words[k] = bf16x2(fma(n[0], table[low, 1], table[low, 2]), fma(n[1], table[high, 1], table[high, 2]))
+        elif modulation == "eager":
+            product = halves(bf16x2(n[0] * table[low, 1], n[1] * table[high, 1]))
+            words[k] = bf16x2(product[0] + table[low, 2], product[1] + table[high, 2])
 
 
 # Step 7: s_row. A peak is a pair too: the largest magnitudes of the low and of the high halves, of any sign.

@@ -28,8 +28,8 @@ KNOWN = {
 """What ``of`` assumes, which needs no GPU."""
 
 
-def norm_quant(gpu: Gpu, hidden: int, index_bits: int, vectors: bool) -> NormQuant:
-    return NormQuant(hidden, index_bits, vectors, sms=gpu.multiprocessors)
+def norm_quant(gpu: Gpu, hidden: int, index_bits: int, vectors: bool, modulation: str | None) -> NormQuant:
+    return NormQuant(hidden, index_bits, vectors, modulation, sms=gpu.multiprocessors)
 
 
 def gemm(gpu: Gpu, hidden: int, ffn: int, rows: int, accumulate: str, chosen: Choice | None) -> GemmSm90 | GemmSm120:
@@ -125,7 +125,8 @@ def of(arch: str) -> list:
     if arch not in KNOWN:
         raise ValueError(f"arch must be one of {', '.join(KNOWN)}; it is {arch!r}")
     gpu, hidden, ffn = KNOWN[arch], contract.HIDDEN, contract.FFN
-    stage1 = [norm_quant(gpu, hidden, bits, vectors) for vectors in (True, False) for bits in (32, 64)]
+    modes = [*((mode, bits) for mode in contract.MODULATION for bits in (32, 64)), (None, 0)]
+    stage1 = [norm_quant(gpu, hidden, bits, vectors, mode) for vectors in (True, False) for mode, bits in modes]
     if arch == "sm_90a":
         stage2 = [gemm_sm90(hidden, ffn, tokens, mode) for mode in contract.ACCUMULATE for tokens in STAGES]
     else:
