@@ -2,6 +2,7 @@
 
 from . import contract, reference
 from ._version import __version__
+from .module import FC1SwiGLU
 from .operator import fc1_swiglu_fp8, minimax_h3_fc1_swiglu_fp8
 from .warmup import warmup
 from .weights import (
@@ -13,6 +14,7 @@ from .weights import (
 )
 
 __all__ = [
+    "FC1SwiGLU",
     "PackedFC1",
     "__version__",
     "contract",

@@ -1,0 +1,277 @@
+"""The operator as a torch.nn module, which holds the prepared weight."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from . import check, contract
+from .operator import fc1_swiglu_fp8
+from .weights import PackedFC1
+
+
+class FC1SwiGLU(nn.Module):
+    """RMSNorm + indexed AdaLN + FC1 + SwiGLU of a transformer block, in FP8: [..., H] in, [..., F] out.
+
+    Made by ``from_linear`` or ``from_packed``; or with dimensions alone, also on the meta device, to be loaded from a
+    state_dict. Until then its scales are NaN and so is its output.
+
+    Its buffers keep their dtypes: ``.to(torch.float16)``, ``.half()`` and the like move them at most, since codes cast
+    to another type would be numbers without their scales. The row order travels in the state_dict and is checked when
+    one is loaded. Codes and scales the operator makes of x live in memory of torch's caching allocator for the time of
+    the call only: on a GPU all layers on a stream reuse the same, streams and CUDA graphs have their own.
+
+    Attributes:
+        weight: E4M3 [2F, H], packed row order.
+        weight_scale: FP32 [2F], the same order.
+        norm_weight: BF16 [H].
+        eps, accumulate, modulation: as in ``fc1_swiglu_fp8``.
+        clamp_index: read row 0 of the tables where the index is negative, as engines do that pad with -1; by the
+            contract such rows are 0.
+    """
+
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+    norm_weight: torch.Tensor
+
+    def __init__(
+        self,
+        hidden: int = contract.HIDDEN,
+        ffn: int = contract.FFN,
+        *,
+        eps: float = contract.EPS,
+        accumulate: str = "fp32",
+        modulation: str = "fused",
+        clamp_index: bool = False,
+        device: torch.device | str | None = None,
+    ):
+        """
+        Raises:
+            ValueError: an argument of wrong type or value.
+        """
+        super().__init__()
+        check.dimensions(hidden, ffn)
+        check.options(eps, accumulate, modulation)
+        self.eps, self.accumulate, self.modulation, self.clamp_index = eps, accumulate, modulation, clamp_index
+        empty = {
+            "weight": torch.empty((2 * ffn, hidden), dtype=contract.QUANTIZED, device=device),
+            "weight_scale": torch.full((2 * ffn,), torch.nan, dtype=contract.SCALE, device=device),
+            "norm_weight": torch.full((hidden,), torch.nan, dtype=contract.ACTIVATION, device=device),
+        }
+        for name, value in empty.items():
+            self.register_buffer(name, value)
+
+    @classmethod
+    def from_packed(cls, packed: PackedFC1, norm_weight: torch.Tensor, **options) -> "FC1SwiGLU":
+        """A module that holds this prepared weight itself, not a copy, and its norm weight.
+
+        Args:
+            packed: the weight, of any size.
+            norm_weight: BF16 [H] on the same device.
+            **options: those of the constructor after the dimensions.
+
+        Raises:
+            ValueError: an argument of wrong type, dtype, shape, device or value.
+        """
+        if not isinstance(packed, PackedFC1):
+            check.refuse("packed", "an h3mlp.PackedFC1", packed)
+        rows, hidden = packed.weight.shape
+        check.norm_weight("norm_weight", norm_weight, hidden, packed.weight.device)
+        module = cls(hidden, rows // 2, device="meta", **options)
+        module.weight, module.weight_scale = packed
+        module.norm_weight = norm_weight.detach()
+        return module
+
+    @classmethod
+    def from_linear(
+        cls,
+        fc1: nn.Linear | torch.Tensor,
+        norm: nn.RMSNorm | torch.Tensor,
+        *,
+        gate_order: str,
+        eps: float | None = None,
+        **options,
+    ) -> "FC1SwiGLU":
+        """Quantize and pack the weight of a BF16 layer, on its device. The layer is left as it is.
+
+        Args:
+            fc1: a plain linear layer without bias, BF16 [2F, H], or its weight.
+            norm: the RMSNorm before it, or its weight, BF16 [H].
+            gate_order: "gate_up" where the F gate rows come first (MiniMax's own checkpoint), "up_gate" where the up
+                rows do (diffusers). No default: the wrong one gives noise and no error.
+            eps: of the norm; its own unless given, 1e-5 where ``norm`` is a weight.
+            **options: as in ``from_packed``.
+
+        Raises:
+            ValueError: an argument of wrong type, dtype, shape or value; a layer with a bias, with LoRA adapters,
+                already quantized, with hooks, or on the meta device.
+        """
+        weight = linear_weight("fc1", fc1) if isinstance(fc1, nn.Module) else fc1
+        norm_weight, norm_eps = rms_norm("norm", norm) if isinstance(norm, nn.Module) else (norm, contract.EPS)
+        check.fc1_weight(weight)
+        check.norm_weight("norm", norm_weight, weight.shape[1], weight.device)
+        packed = PackedFC1.from_bf16(weight.detach(), gate_order=gate_order)
+        eps = norm_eps if eps is None else eps
+        return cls.from_packed(packed, norm_weight.detach().clone(), eps=eps, **options)
+
+    @property
+    def hidden(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def ffn(self) -> int:
+        return self.weight.shape[0] // 2
+
+    @property
+    def packed(self) -> PackedFC1:
+        """The weight as the operator takes it; shares the module's memory."""
+        return PackedFC1(self.weight, self.weight_scale)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        scale: torch.Tensor | None = None,
+        shift: torch.Tensor | None = None,
+        index: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """
+        Args:
+            x: BF16 [..., H].
+            scale: BF16 [R, H] AdaLN table; a column chunk of a wider projection will do.
+            shift: BF16 [R, H], likewise.
+            index: int32 or int64, the table row of each row of x: of x's leading shape, or of its last dimensions,
+                such as [S] for [B, S, H]. Without scale, shift and index there is no AdaLN.
+
+        Returns:
+            BF16 [..., F].
+
+        Raises:
+            ValueError, RuntimeError, NotImplementedError: as ``fc1_swiglu_fp8``.
+        """
+        check.tensor("x", x)
+        if not x.dim():
+            check.refuse("x", f"bfloat16 [..., {self.hidden}]", x)
+        leading = x.shape[:-1]
+        if index is not None:
+            check.tensor("index", index)
+            if index.dim() > len(leading) or index.shape != leading[len(leading) - index.dim() :]:
+                check.refuse("index", f"{list(leading)} like x, or the last dimensions of that", index)
+            if self.clamp_index:
+                index = index.clamp(min=0)
+            index = index.expand(leading).reshape(-1)
+        y = fc1_swiglu_fp8(
+            x.reshape(-1, x.shape[-1]),
+            self.norm_weight,
+            scale,
+            shift,
+            index,
+            self.weight,
+            self.weight_scale,
+            eps=self.eps,
+            accumulate=self.accumulate,
+            modulation=self.modulation,
+        )
+        return y.view(*leading, self.ffn)
+
+    def extra_repr(self) -> str:
+        return f"hidden={self.hidden}, ffn={self.ffn}, modulation={self.modulation!r}, accumulate={self.accumulate!r}"
+
+    def get_extra_state(self) -> torch.Tensor:
+        """The row order, as a tensor: safetensors and offloading take nothing else in a state_dict."""
+        return torch.tensor(list(contract.PACKED.encode()), dtype=torch.uint8, device="cpu")
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        order = bytes(state.tolist()).decode()
+        if order != contract.PACKED:
+            raise ValueError(f"the state_dict must have its rows in order {contract.PACKED!r}; it says {order!r}")
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, errors):
+        """Refuse a weight whose row order is not known, and a cast."""
+        if f"{prefix}weight" in state_dict and f"{prefix}_extra_state" not in state_dict:
+            errors.append(
+                f"{prefix}weight comes without {prefix}_extra_state, which tells its row order: if it is packed, "
+                "make the module with FC1SwiGLU.from_packed; if it is a BF16 weight, with FC1SwiGLU.from_linear"
+            )
+        for name, buffer in self._buffers.items():
+            given = state_dict.get(prefix + name, buffer)
+            if given.dtype != buffer.dtype:
+                errors.append(f"{prefix}{name} must be {buffer.dtype}; it is {given.dtype}")
+        if not errors:
+            super()._load_from_state_dict(
+                state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, errors
+            )
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "FC1SwiGLU":
+        """What moves tensors also casts those of floating point, E4M3 among them: it is shown integers."""
+
+        def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:
+            integers = tensor.view(_INTEGER_OF_BYTES[tensor.element_size()])
+            moved = fn(integers)
+            if moved is integers:
+                return tensor
+            if moved.dtype != integers.dtype:  # .type(), which casts integers too
+                moved = integers.to(moved.device)
+            return moved.view(tensor.dtype)
+
+        return super()._apply(keep_dtype, recurse)
+
+
+_INTEGER_OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def linear_weight(name: str, module: nn.Module) -> torch.Tensor:
+    """The weight of a layer that is nothing but BF16 x @ weight.T.
+
+    Raises:
+        ValueError: it is anything else; says what, under this name.
+    """
+    if type(module) is not nn.Linear:
+        wrapped = hasattr(module, "base_layer") or hasattr(module, "lora_A")
+        advice = "merge and unload its LoRA adapters first" if wrapped else "quantized layers and subclasses are not"
+        raise ValueError(f"{name} must be a plain torch.nn.Linear ({advice}); it is a {_class_of(module)}")
+    if module.bias is not None:
+        check.refuse(f"{name}.bias", "None", module.bias)
+    unhooked(name, module)
+    weight = module.weight
+    if type(weight) not in (torch.Tensor, nn.Parameter):
+        raise ValueError(f"{name}.weight must be a plain tensor, not quantized; it is a {_class_of(weight)}")
+    _loaded_bf16(f"{name}.weight", weight)
+    return weight
+
+
+def rms_norm(name: str, module: nn.Module) -> tuple[torch.Tensor, float | None]:
+    """Weight and eps of a plain RMSNorm. Which eps torch puts for None depends on its version.
+
+    Raises:
+        ValueError: it is anything else, or has no weight.
+    """
+    if type(module) is not nn.RMSNorm or module.weight is None or len(module.normalized_shape) != 1:
+        raise ValueError(f"{name} must be a torch.nn.RMSNorm over the last dimension, with a weight; it is {module}")
+    unhooked(name, module)
+    _loaded_bf16(f"{name}.weight", module.weight)
+    return module.weight, module.eps
+
+
+def unhooked(name: str, module: nn.Module) -> None:
+    """Nothing but the module's own forward runs when it is called.
+
+    Raises:
+        ValueError: it has hooks, or another forward was put in its place.
+    """
+    hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    if hooked or hasattr(module, "_hf_hook") or module._compiled_call_impl is not None:
+        raise ValueError(
+            f"{name} must have no hooks and not be compiled (as by accelerate's or diffusers' offloading, or "
+            "torch.compile): do that afterwards"
+        )
+
+
+def _loaded_bf16(name: str, weight: torch.Tensor) -> None:
+    if weight.dtype != contract.ACTIVATION:
+        check.refuse(name, "bfloat16", weight)
+    if weight.is_meta:
+        check.refuse(name, "loaded", weight)
+
+
+def _class_of(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"

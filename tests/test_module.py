@@ -1,0 +1,396 @@
+import copy
+import io
+import itertools
+
+import pytest
+import torch
+from helpers import FFN, HIDDEN, TABLE_ROWS, bits
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import h3mlp
+from h3mlp import FC1SwiGLU, PackedFC1, contract
+
+
+@pytest.fixture
+def module(layer) -> FC1SwiGLU:
+    return FC1SwiGLU.from_linear(layer.weight, layer.x_norm_weight, gate_order="gate_up")
+
+
+@pytest.fixture
+def linear(layer) -> nn.Linear:
+    return with_weight(nn.Linear(HIDDEN, 2 * FFN, bias=False, device="meta"), layer.weight)
+
+
+@pytest.fixture
+def norm(layer) -> nn.RMSNorm:
+    return with_weight(nn.RMSNorm(HIDDEN, eps=1e-3, device="meta"), layer.x_norm_weight)
+
+
+def with_weight(module: nn.Module, weight: torch.Tensor) -> nn.Module:
+    module.weight = nn.Parameter(weight)
+    return module
+
+
+def adaln(layer) -> tuple[torch.Tensor, ...]:
+    return layer.adaln_scale, layer.adaln_shift, layer.adaln_index
+
+
+def assert_same_state(got: FC1SwiGLU, want: FC1SwiGLU) -> None:
+    assert [name for name, _ in got.named_buffers()] == ["weight", "weight_scale", "norm_weight"]
+    for name, buffer in want.named_buffers():
+        other = getattr(got, name)
+        assert other.dtype == buffer.dtype
+        assert other.is_contiguous()
+        assert torch.equal(bits(other), bits(buffer)), name
+
+
+class TestForward:
+    def test_it_is_the_operator(self, module, layer, inputs):
+        assert torch.equal(module(layer.x, *adaln(layer)), h3mlp.fc1_swiglu_fp8(*inputs))
+
+    @pytest.mark.parametrize("leading", [(70,), (1, 70), (2, 35), (2, 5, 7), (0, 70), (70, 0)])
+    def test_any_leading_shape(self, module, layer, leading):
+        count = torch.Size(leading).numel()
+        x, index = layer.x[:count].view(*leading, HIDDEN), layer.adaln_index[:count].view(leading)
+        got = module(x, layer.adaln_scale, layer.adaln_shift, index)
+        assert got.shape == (*leading, FFN)
+        assert torch.equal(got.view(count, FFN), module(layer.x, *adaln(layer))[:count])
+
+    def test_one_row(self, module, layer):
+        index = layer.adaln_index[0]
+        got = module(layer.x[0], layer.adaln_scale, layer.adaln_shift, index)
+        assert got.shape == (FFN,)
+        assert torch.equal(got[None], module(layer.x[:1], layer.adaln_scale, layer.adaln_shift, index[None]))
+
+    def test_one_index_for_each_position_of_a_batch(self, module, layer):
+        """As diffusers calls it: [B, S, H] and [S]."""
+        batch = torch.stack([layer.x, layer.x * 2, layer.x - 1])
+        got = module(batch, *adaln(layer))
+        for x, y in zip(batch, got, strict=True):
+            assert torch.equal(y, module(x, *adaln(layer)))
+
+    def test_a_slice_of_a_longer_sequence(self, module, layer):
+        longer = torch.cat([layer.x, layer.x]).view(2, 70, HIDDEN)
+        got = module(longer[:, 3:9], layer.adaln_scale, layer.adaln_shift, layer.adaln_index[3:9])
+        assert torch.equal(got[1], module(layer.x, *adaln(layer))[3:9])
+
+    def test_without_adaln(self, module, layer):
+        got = module(layer.x[None])
+        want = h3mlp.fc1_swiglu_fp8(layer.x, layer.x_norm_weight, None, None, None, *module.packed)
+        assert torch.equal(got[0], want)
+
+    @pytest.mark.parametrize("option", [{"eps": 0.5}, {"modulation": "eager"}])
+    def test_options_reach_the_operator(self, layer, inputs, option):
+        module = FC1SwiGLU.from_linear(layer.weight, layer.x_norm_weight, gate_order="gate_up", **option)
+        got = module(layer.x, *adaln(layer))
+        assert torch.equal(got, h3mlp.fc1_swiglu_fp8(*inputs, **option))
+        assert not torch.equal(got, h3mlp.fc1_swiglu_fp8(*inputs))
+
+    def test_padding(self, module, layer):
+        """Rows of index -1 are 0 by the contract; clamped they have row 0 of the tables. Past the tables stays 0."""
+        scale, shift, index = adaln(layer)
+        index = index.clone()
+        index[:3] = torch.tensor([-1, -(2**40), TABLE_ROWS])
+        assert (module(layer.x, scale, shift, index)[:3] == 0).all()
+        module.clamp_index = True
+        got = module(layer.x, scale, shift, index)
+        assert torch.equal(got, module(layer.x, scale, shift, index.clamp(min=0)))
+        assert (got[:2] != 0).any(dim=1).all()
+        assert (got[2] == 0).all()
+        assert index[0] == -1, "the caller's index must stay as it was"
+
+    @pytest.mark.parametrize(
+        ("change", "match"),
+        [
+            ({"x": lambda t: t[0, 0]}, r"x must be bfloat16 \[..., 384\]"),
+            ({"x": lambda t: t.tolist()}, "x must be a dense torch.Tensor"),
+            ({"x": lambda t: t[:, :128]}, r"x must be bfloat16 \[M, 384\]"),
+            ({"x": lambda t: t.float()}, "x must be bfloat16"),
+            (
+                {"index": lambda t: t[:-1]},
+                r"index must be \[70\] like x, or the last dimensions of that; it is .*\[69\]",
+            ),
+            ({"index": lambda t: t[None]}, r"index must be \[70\] like x"),
+            ({"index": lambda t: t[0].item()}, "index must be a dense torch.Tensor"),
+            ({"index": lambda t: t.float()}, "adaln_index must be int32 or int64"),
+            ({"index": lambda _: None}, "adaln_index must be a tensor like adaln_scale, or all of"),
+        ],
+    )
+    def test_refused(self, module, layer, change, match):
+        arguments = dict(zip(("x", "scale", "shift", "index"), (layer.x, *adaln(layer)), strict=True))
+        for name, change_it in change.items():
+            arguments[name] = change_it(arguments[name])
+        with pytest.raises(ValueError, match=match):
+            module(**arguments)
+
+    def test_no_gradient(self, module, layer):
+        with pytest.raises(RuntimeError, match="inference operator"):
+            module(layer.x.clone().requires_grad_(), *adaln(layer))
+
+    def test_compiled_in_one_graph(self, module, layer):
+        torch.compiler.reset()
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        batch = layer.x.view(2, 35, HIDDEN)
+        arguments = (layer.adaln_scale, layer.adaln_shift, layer.adaln_index[:35])
+        assert torch.equal(compiled(batch, *arguments), module(batch, *arguments))
+        assert torch.equal(compiled(layer.x), module(layer.x))
+
+
+class TestFromLinear:
+    def test_the_order_of_the_halves(self, module, layer):
+        """Stored the other way round and said so, it is the same layer; not said so, it is another."""
+        gate, up = layer.weight.chunk(2)
+        swapped = torch.cat([up, gate])
+        same = FC1SwiGLU.from_linear(swapped, layer.x_norm_weight, gate_order="up_gate")
+        assert_same_state(same, module)
+        other = FC1SwiGLU.from_linear(swapped, layer.x_norm_weight, gate_order="gate_up")
+        assert not torch.equal(bits(other.weight), bits(module.weight))
+
+    def test_modules(self, module, linear, norm):
+        got = FC1SwiGLU.from_linear(linear, norm, gate_order="gate_up")
+        assert_same_state(got, module)
+        assert got.eps == 1e-3
+        assert FC1SwiGLU.from_linear(linear, norm, gate_order="gate_up", eps=1e-6).eps == 1e-6
+        assert not any(True for _ in got.parameters())
+        assert got.norm_weight.data_ptr() != norm.weight.data_ptr(), "freeing the model must free the norm"
+
+    def test_the_order_is_asked_for(self, linear, norm):
+        with pytest.raises(TypeError, match="gate_order"):
+            FC1SwiGLU.from_linear(linear, norm)
+        for wrong in ("value_gate", None, 1):
+            with pytest.raises(ValueError, match="gate_order must be 'gate_up' or 'up_gate'; it is"):
+                FC1SwiGLU.from_linear(linear, norm, gate_order=wrong)
+
+    def wrapped(self, linear):
+        from peft import LoraConfig, inject_adapter_in_model
+
+        model = nn.ModuleDict({"fc1": linear})
+        return inject_adapter_in_model(LoraConfig(target_modules=["fc1"]), model)["fc1"]
+
+    def hooked(self, linear):
+        linear.register_forward_hook(lambda *_: None)
+        return linear
+
+    def offloaded(self, linear):
+        from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+        return add_hook_to_module(linear, AlignDevicesHook(execution_device="cpu"))
+
+    def parametrized(self, linear):
+        return nn.utils.parametrizations.weight_norm(linear)
+
+    def with_bias(self, linear):
+        linear.bias = nn.Parameter(torch.zeros(2 * FFN))
+        return linear
+
+    def a_subclass(self, linear):
+        class Linear8bit(nn.Linear):
+            pass
+
+        linear.__class__ = Linear8bit
+        return linear
+
+    def quantized(self, linear):
+        class AffineQuantized(torch.Tensor):
+            pass
+
+        linear.weight = nn.Parameter(linear.weight.detach().as_subclass(AffineQuantized))
+        return linear
+
+    def compiled(self, linear):
+        linear.compile()
+        return linear
+
+    @pytest.mark.parametrize(
+        ("change", "match"),
+        [
+            ("wrapped", r"fc1 must be a plain torch.nn.Linear \(merge and unload its LoRA adapters first\); .*peft"),
+            ("a_subclass", r"fc1 must be a plain torch.nn.Linear \(quantized .* are not\); it is a .*Linear8bit"),
+            ("parametrized", "fc1 must be a plain torch.nn.Linear .*Parametrized"),
+            ("quantized", "fc1.weight must be a plain tensor, not quantized; it is a .*AffineQuantized"),
+            ("with_bias", r"fc1.bias must be None; it is float32 \[256\]"),
+            ("hooked", "fc1 must have no hooks"),
+            ("offloaded", "fc1 must have no hooks .*accelerate"),
+            ("compiled", "fc1 must have no hooks and not be compiled"),
+            (lambda m: m.half(), "fc1.weight must be bfloat16; it is float16"),
+            (lambda m: m.to(torch.float8_e4m3fn), "fc1.weight must be bfloat16; it is float8_e4m3fn"),
+            (lambda m: m.to("meta"), "fc1.weight must be loaded; it is .*meta"),
+            (lambda _: nn.Conv1d(1, 1, 1), "fc1 must be a plain torch.nn.Linear"),
+            (lambda m: m.weight[:100], r"fc1_weight must be bfloat16 \[2F, H\]"),
+            (lambda _: 3, "fc1_weight must be a dense torch.Tensor"),
+        ],
+        ids=lambda case: case if isinstance(case, str) and case.isidentifier() else "",
+    )
+    @pytest.mark.filterwarnings("ignore::UserWarning:peft")
+    def test_other_layers_are_refused(self, linear, norm, change, match):
+        changed = getattr(self, change)(linear) if isinstance(change, str) else change(linear)
+        with pytest.raises(ValueError, match=match):
+            FC1SwiGLU.from_linear(changed, norm, gate_order="gate_up")
+
+    @pytest.mark.parametrize(
+        ("change", "match"),
+        [
+            (lambda _: nn.LayerNorm(HIDDEN), "norm must be a torch.nn.RMSNorm over the last dimension, with a weight"),
+            (lambda _: nn.RMSNorm(HIDDEN, elementwise_affine=False), "norm must be a torch.nn.RMSNorm .*with a weight"),
+            (lambda _: nn.RMSNorm((2, HIDDEN)), "norm must be a torch.nn.RMSNorm over the last dimension"),
+            (lambda _: nn.RMSNorm(HIDDEN, dtype=torch.bfloat16), "eps must be a finite positive number .* it is None"),
+            (lambda m: m.float(), "norm.weight must be bfloat16; it is float32"),
+            (lambda m: m.to("meta"), "norm.weight must be loaded"),
+            (lambda _: nn.RMSNorm(128, dtype=torch.bfloat16), r"norm must be bfloat16 \[384\]; it is bfloat16 \[128\]"),
+            (lambda m: m.weight.float(), r"norm must be bfloat16 \[384\]; it is float32"),
+            (lambda _: None, "norm must be a dense torch.Tensor"),
+        ],
+    )
+    def test_other_norms_are_refused(self, linear, norm, change, match):
+        with pytest.raises(ValueError, match=match):
+            FC1SwiGLU.from_linear(linear, change(norm), gate_order="gate_up")
+
+
+class TestFromPacked:
+    def test_it_holds_the_weight_itself(self, layer):
+        packed = PackedFC1.from_bf16(layer.weight)
+        module = FC1SwiGLU.from_packed(packed, layer.x_norm_weight)
+        assert module.weight.data_ptr() == packed.weight.data_ptr()
+        assert list(module.packed) == [module.weight, module.weight_scale]
+        assert (module.hidden, module.ffn) == (HIDDEN, FFN)
+
+    def test_refused(self, layer):
+        packed = PackedFC1.from_bf16(layer.weight)
+        with pytest.raises(ValueError, match=r"packed must be an h3mlp.PackedFC1; it is .*tuple"):
+            FC1SwiGLU.from_packed(tuple(packed), layer.x_norm_weight)
+        with pytest.raises(ValueError, match=r"norm_weight must be bfloat16 \[384\]"):
+            FC1SwiGLU.from_packed(packed, layer.x_norm_weight[1:])
+        with pytest.raises(ValueError, match="norm_weight must be on cpu"):
+            FC1SwiGLU.from_packed(packed, layer.x_norm_weight.to("meta"))
+
+    @pytest.mark.parametrize(
+        ("option", "match"),
+        [
+            ({"eps": 0.0}, "eps must be"),
+            ({"accumulate": "bf16"}, "accumulate must be"),
+            ({"modulation": "both"}, "modulation must be"),
+            ({"hidden": 100}, "hidden must be a multiple of 128"),
+            ({"ffn": 0}, "ffn must be a positive int"),
+        ],
+    )
+    def test_options(self, option, match):
+        with pytest.raises(ValueError, match=match):
+            FC1SwiGLU(**option, device="meta")
+
+
+class TestState:
+    """What people do to modules."""
+
+    def test_state_dict(self, module, layer):
+        state = module.state_dict()
+        assert sorted(state) == ["_extra_state", "norm_weight", "weight", "weight_scale"]
+        empty = FC1SwiGLU(HIDDEN, FFN)
+        assert empty(layer.x, *adaln(layer)).isnan().all(), "a weight that was never loaded must show"
+        assert empty.load_state_dict(state) == ([], [])
+        assert_same_state(empty, module)
+
+    @pytest.mark.parametrize("how", ["assign", "to_empty"])
+    def test_made_on_the_meta_device(self, module, layer, how):
+        with torch.device("meta"):
+            empty = nn.ModuleDict({"fc1": FC1SwiGLU(HIDDEN, FFN)})
+        assert empty["fc1"].weight.is_meta
+        state = nn.ModuleDict({"fc1": module}).state_dict()
+        if how == "to_empty":
+            empty.to_empty(device="cpu")
+        empty.load_state_dict(state, assign=how == "assign")
+        assert_same_state(empty["fc1"], module)
+        assert torch.equal(empty["fc1"](layer.x, *adaln(layer)), module(layer.x, *adaln(layer)))
+
+    def test_safetensors(self, module, tmp_path):
+        save_file(module.state_dict(), tmp_path / "fc1.safetensors")
+        again = FC1SwiGLU(HIDDEN, FFN)
+        again.load_state_dict(load_file(tmp_path / "fc1.safetensors"))
+        assert_same_state(again, module)
+
+    def test_saved_whole(self, module):
+        file = io.BytesIO()
+        torch.save(module, file)
+        file.seek(0)
+        again = torch.load(file, weights_only=False)
+        assert_same_state(again, module)
+        assert (again.eps, again.modulation) == (module.eps, module.modulation)
+
+    def test_deepcopy(self, module):
+        again = copy.deepcopy(module)
+        assert_same_state(again, module)
+        assert again.weight.data_ptr() != module.weight.data_ptr()
+
+    @pytest.mark.parametrize(
+        "cast",
+        [
+            lambda m: m.to(torch.bfloat16),
+            lambda m: m.to("cpu", torch.float32),
+            lambda m: m.half(),
+            lambda m: m.float(),
+            lambda m: m.double(),
+            lambda m: m.type(torch.float16),
+            lambda m: nn.Sequential(m).to(torch.float16)[0],
+        ],
+    )
+    def test_dtypes_stay(self, module, cast):
+        before = copy.deepcopy(module)
+        assert_same_state(cast(module), before)
+
+    def test_moving(self, module):
+        weight = module.weight
+        assert module.to("cpu").weight is weight
+        moved = module.to("meta")
+        assert {buffer.device.type for buffer in moved.buffers()} == {"meta"}
+        assert [buffer.dtype for buffer in moved.buffers()] == [torch.float8_e4m3fn, torch.float32, torch.bfloat16]
+
+    def test_shared_memory(self, module):
+        module.share_memory()
+        assert all(buffer.is_shared() for buffer in module.buffers())
+
+    @pytest.mark.parametrize("assign", [False, True])
+    @pytest.mark.parametrize("strict", [False, True])
+    def test_rows_of_another_order_are_refused(self, module, strict, assign):
+        empty = FC1SwiGLU(HIDDEN, FFN)
+        state = module.state_dict()
+        untold = {name: value for name, value in state.items() if name != "_extra_state"}
+        with pytest.raises(RuntimeError, match="weight comes without _extra_state, which tells its row order"):
+            empty.load_state_dict(untold, strict=strict, assign=assign)
+        state["_extra_state"] = torch.tensor(list(b"gate_up"), dtype=torch.uint8)
+        with pytest.raises(ValueError, match="must have its rows in order 'gate8_up8'; it says 'gate_up'"):
+            FC1SwiGLU(HIDDEN, FFN).load_state_dict(state, strict=strict, assign=assign)
+        assert empty.weight_scale.isnan().all()
+
+    @pytest.mark.parametrize("assign", [False, True])
+    def test_other_dtypes_and_shapes_are_refused(self, module, assign):
+        for name, changed, match in (
+            ("weight", module.weight.bfloat16(), "weight must be torch.float8_e4m3fn; it is torch.bfloat16"),
+            ("weight_scale", module.weight_scale.half(), "weight_scale must be torch.float32"),
+            ("weight", module.weight[:128], "size mismatch for weight"),
+        ):
+            empty = FC1SwiGLU(HIDDEN, FFN)
+            with pytest.raises(RuntimeError, match=match):
+                empty.load_state_dict({**module.state_dict(), name: changed}, assign=assign)
+
+    def test_printed(self, module):
+        assert repr(module) == "FC1SwiGLU(hidden=384, ffn=128, modulation='fused', accumulate='fp32')"
+
+
+def test_every_buffer_dtype_has_its_integers():
+    """Of one size, or the move of a buffer would change its shape."""
+    from h3mlp.module import _INTEGER_OF_BYTES
+
+    for dtype in (contract.QUANTIZED, contract.SCALE, contract.ACTIVATION):
+        assert _INTEGER_OF_BYTES[dtype.itemsize].itemsize == dtype.itemsize
+
+
+def test_layers_of_one_model_do_not_disturb_each_other(layer):
+    """Interleaved calls of several layers and sizes, as a model makes them."""
+    modules = [
+        FC1SwiGLU.from_linear(layer.weight * (k + 1), layer.x_norm_weight, gate_order="gate_up") for k in range(3)
+    ]
+    want = [module(layer.x, *adaln(layer)) for module in modules]
+    for k, rows in itertools.product(range(3), (70, 1, 33)):
+        got = modules[k](layer.x[:rows], layer.adaln_scale, layer.adaln_shift, layer.adaln_index[:rows])
+        torch.testing.assert_close(got, want[k][:rows], rtol=2**-7, atol=1e-4)
+    assert torch.equal(modules[0](layer.x, *adaln(layer)), want[0])
