@@ -259,7 +259,7 @@ def unhooked(name: str, module: nn.Module) -> None:
         ValueError: it has hooks, or another forward was put in its place.
     """
     hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-    if hooked or hasattr(module, "_hf_hook") or module._compiled_call_impl is not None:
+    if hooked or module._compiled_call_impl is not None:
         raise ValueError(
             f"{name} must have no hooks and not be compiled (as by accelerate's or diffusers' offloading, or "
             "torch.compile): do that afterwards"

@@ -1,0 +1,292 @@
+"""MiniMax-H3 of diffusers: norm2, modulation and FC1 + SwiGLU of its blocks replaced by the operator, in place.
+
+``apply(transformer)`` is all that a user needs. What it does to a block: ``ff.net[0]`` becomes an ``FC1SwiGLU``, which
+holds the weight of ``norm2`` too; ``norm2`` becomes the identity; and a block with AdaLN gets a forward that hands the
+AdaLN tables to ``ff.net[0]`` instead of modulating. The class of such a block is then one of the same name from here.
+
+All that rests on what four classes of diffusers compute (``KNOWN``), so that any other code there is refused.
+"""
+
+import hashlib
+import inspect
+import io
+import textwrap
+import tokenize
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import metadata
+
+import torch
+from torch import nn
+
+from .. import __version__, check
+from ..module import FC1SwiGLU, linear_weight, rms_norm, unhooked
+
+try:
+    from diffusers.models.activations import SwiGLU
+    from diffusers.models.attention import FeedForward
+    from diffusers.models.transformers import transformer_minimax_h3 as original
+except ImportError as missing:
+    raise ImportError(
+        f"h3mlp.integrations.diffusers needs a diffusers that has MiniMax-H3, 0.42 or newer ({missing}): "
+        "pip install 'h3mlp[diffusers]'"
+    ) from missing
+
+GATE_ORDER = "up_gate"
+"""Of ``SwiGLU``, which has the value before the gate."""
+
+KNOWN = {
+    original.MiniMaxH3TransformerBlock: "227feb66bb1014dc",
+    original.MiniMaxH3TokenRefinerBlock: "96dd0cc6cf650c04",
+    FeedForward: "e91a80c7d08f883d",
+    SwiGLU: "28e86ce79a5ce61a",
+}
+"""A hash of each forward in diffusers 0.42.1."""
+
+_KEPT = "_h3mlp_kept"
+
+
+class MiniMaxH3TransformerBlock(original.MiniMaxH3TransformerBlock):
+    """The block with ``FC1SwiGLU`` in ``ff.net[0]``. Hooks on ``norm2`` and ``ff`` themselves do not run."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        temb: torch.Tensor,
+        adaln_indices: torch.Tensor,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[B, S, H] to [B, S, H]; as the class it stands for."""
+
+        def rows(table: torch.Tensor) -> torch.Tensor:
+            return table.index_select(0, adaln_indices)
+
+        shift_attn, scale_attn, gate_attn, shift_ff, scale_ff, gate_ff = self.adaln_proj(temb)
+        attended = self.norm1(hidden_states) * (1.0 + rows(scale_attn)) + rows(shift_attn)
+        attended = self.attn(attended, rotary_emb, attention_mask)
+        hidden_states = hidden_states + rows(gate_attn) * attended
+
+        fc1, *rest = self.ff.net
+        fed = fc1(hidden_states, scale_ff, shift_ff, adaln_indices)
+        for module in rest:
+            fed = module(fed)
+        return hidden_states + rows(gate_ff) * fed
+
+
+class MiniMaxH3Transformer3DModel(original.MiniMaxH3Transformer3DModel):
+    """The model of which some blocks were replaced."""
+
+    def save_pretrained(self, *_args, **_kwargs) -> None:
+        """Refused: ``from_pretrained`` would find no FC1 weights in the files and make up random ones."""
+        raise RuntimeError(
+            "save_pretrained cannot save a transformer whose FC1 weights h3mlp holds in FP8: from_pretrained would not "
+            "find them. Save it before h3mlp.integrations.diffusers.apply, or after restore(transformer)"
+        )
+
+    def load_lora_adapter(self, pretrained_model_name_or_path_or_dict, *args, **kwargs):
+        """As diffusers', but an adapter of a layer that is not there any more is refused, not left out."""
+        keys = pretrained_model_name_or_path_or_dict
+        for key in keys if isinstance(keys, dict) else ():
+            block = next((name for name in _applied(self) if f"{name}.ff.net.0.proj." in key), None)
+            if block is not None:
+                raise ValueError(
+                    f"the adapter must not touch {block}.ff.net.0.proj, which h3mlp holds in FP8; it has {key!r}. "
+                    "Load and fuse it before h3mlp.integrations.diffusers.apply"
+                )
+        return super().load_lora_adapter(pretrained_model_name_or_path_or_dict, *args, **kwargs)
+
+
+_REPLACEMENT = {
+    original.MiniMaxH3TransformerBlock: MiniMaxH3TransformerBlock,
+    original.MiniMaxH3TokenRefinerBlock: original.MiniMaxH3TokenRefinerBlock,  # without AdaLN its own forward will do
+}
+_ORIGINAL = {replacement: cls for cls, replacement in _REPLACEMENT.items()}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ``apply`` did.
+
+    Attributes:
+        blocks: the names of the replaced blocks.
+        bytes_before: of their norm2 and FC1 weights in BF16.
+        bytes_after: of the prepared weights, and of the BF16 weights where they were kept.
+    """
+
+    blocks: tuple[str, ...]
+    bytes_before: int
+    bytes_after: int
+
+    @property
+    def bytes_saved(self) -> int:
+        return self.bytes_before - self.bytes_after
+
+    def __str__(self) -> str:
+        before, after, saved = (f"{n / 1e9:,.3f}" for n in (self.bytes_before, self.bytes_after, self.bytes_saved))
+        return f"{len(self.blocks)} blocks: FC1 weights of {before} GB now take {after} GB, {saved} GB saved"
+
+
+@torch.no_grad()
+def apply(
+    transformer: original.MiniMaxH3Transformer3DModel,
+    *,
+    blocks: Iterable[int | str] | None = None,
+    modulation: str = "fused",
+    accumulate: str = "fp32",
+    keep_weights: bool = False,
+) -> Report:
+    """Replace norm2, modulation and FC1 + SwiGLU of a transformer's blocks by the FP8 operator, in place.
+
+    Each weight is quantized where it is, on the CPU or a GPU, and freed before the next: beyond the model that takes
+    0.2 GB at its real size. Do it after loading the model and its LoRA adapters, and before offloading and
+    torch.compile are set up. Either everything is replaced or, on an error, nothing. For inference only.
+
+    Args:
+        transformer: in BF16, with plain weights. LoRA on other layers than FC1 is kept.
+        blocks: which, by name ("transformer_blocks.3", "token_refiner.refiner_blocks.0") or, of transformer_blocks, by
+            number. All, those of the token refiner included, unless given.
+        modulation: "fused", or "eager" for the roundings of diffusers, as in ``h3mlp.fc1_swiglu_fp8``.
+        accumulate: as there.
+        keep_weights: keep the BF16 weights for ``restore``, on the device where they are; nothing is saved then.
+
+    Raises:
+        ValueError: the transformer is of another class, for training, compiled or offloaded already; a block is not
+            there, is replaced already, or has an FC1 that is not a plain BF16 linear layer. The message has its name.
+        NotImplementedError: a diffusers whose blocks compute something that this module does not know.
+    """
+    _check_diffusers()
+    _check_transformer(transformer)
+    check.modulation(modulation)
+    check.accumulate(accumulate)
+    chosen = _choose(transformer, blocks)
+    for name, block in chosen.items():
+        _check_block(name, block)
+    before = after = 0
+    for block in chosen.values():
+        norm, swiglu = block.norm2, block.ff.net[0]
+        fc1 = FC1SwiGLU.from_linear(
+            swiglu.proj, norm, gate_order=GATE_ORDER, modulation=modulation, accumulate=accumulate
+        )
+        old_bytes = norm.weight.nbytes + swiglu.proj.weight.nbytes
+        before += old_bytes
+        after += sum(buffer.nbytes for buffer in fc1.buffers()) + (old_bytes if keep_weights else 0)
+        if keep_weights:
+            setattr(block, _KEPT, (norm, swiglu))  # in a tuple, torch does not see them: neither moved nor saved
+        block.ff.net[0], block.norm2 = fc1, nn.Identity()
+        block.__class__ = _REPLACEMENT[type(block)]
+    transformer.__class__ = MiniMaxH3Transformer3DModel
+    return Report(tuple(chosen), before, after)
+
+
+def restore(transformer: original.MiniMaxH3Transformer3DModel) -> tuple[str, ...]:
+    """Undo ``apply(..., keep_weights=True)``: the same BF16 layers again, on the device where the block is now.
+
+    Returns:
+        The names of the blocks that were restored.
+
+    Raises:
+        ValueError: nothing was replaced, or weights were not kept. Nothing has been changed.
+    """
+    applied = _applied(transformer)
+    lost = [name for name, block in applied.items() if not hasattr(block, _KEPT)]
+    if lost or not applied:
+        what = f"{lost[0]} has none (apply(..., keep_weights=True) keeps them)" if lost else "no block was replaced"
+        raise ValueError(f"transformer must have kept the BF16 weights of its replaced blocks; {what}")
+    for block in applied.values():
+        norm, swiglu = getattr(block, _KEPT)
+        device = block.ff.net[0].weight.device
+        block.norm2, block.ff.net[0] = norm.to(device), swiglu.to(device)
+        block.__class__ = _ORIGINAL.get(type(block), type(block))
+        delattr(block, _KEPT)
+    transformer.__class__ = original.MiniMaxH3Transformer3DModel
+    return tuple(applied)
+
+
+def _blocks_of(transformer: nn.Module) -> dict[str, nn.Module]:
+    """All blocks by name, in the order in which they run."""
+    stacks = {
+        "token_refiner.refiner_blocks": transformer.token_refiner.refiner_blocks,
+        "transformer_blocks": transformer.transformer_blocks,
+    }
+    return {f"{prefix}.{i}": block for prefix, stack in stacks.items() for i, block in enumerate(stack)}
+
+
+def _applied(transformer: nn.Module) -> dict[str, nn.Module]:
+    """The blocks that were replaced."""
+    found = _blocks_of(transformer) if isinstance(transformer, original.MiniMaxH3Transformer3DModel) else {}
+    return {name: block for name, block in found.items() if isinstance(block.ff.net[0], FC1SwiGLU)}
+
+
+def _choose(transformer: nn.Module, wanted: Iterable[int | str] | None) -> dict[str, nn.Module]:
+    found = _blocks_of(transformer)
+    if wanted is None:
+        return found
+    if isinstance(wanted, (str, int)):
+        check.refuse("blocks", "a sequence of names or numbers", wanted)
+    count = len(transformer.transformer_blocks)
+    names = []
+    for block in wanted:
+        number = isinstance(block, int) and not isinstance(block, bool)
+        name = f"transformer_blocks.{block % count}" if number and -count <= block < count else block
+        if name not in found:
+            check.refuse(
+                "blocks", f"names of {', '.join(list(found)[:1] + list(found)[-1:])} and such, or numbers", block
+            )
+        names.append(name)
+    return {name: block for name, block in found.items() if name in names}
+
+
+def _check_transformer(transformer: object) -> None:
+    if type(transformer) not in (original.MiniMaxH3Transformer3DModel, MiniMaxH3Transformer3DModel):
+        held = " (it has one in .transformer)" if hasattr(transformer, "transformer") else ""
+        compiled = " (call apply before torch.compile)" if hasattr(transformer, "_orig_mod") else ""
+        raise ValueError(
+            "transformer must be a diffusers.MiniMaxH3Transformer3DModel; "
+            f"it is a {type(transformer).__module__}.{type(transformer).__qualname__}{held}{compiled}"
+        )
+    if transformer.gradient_checkpointing:
+        raise ValueError(
+            "transformer must not have gradient checkpointing enabled: the operator has no gradient. "
+            "Call transformer.disable_gradient_checkpointing() for inference"
+        )
+    if transformer._compiled_call_impl is not None:
+        raise ValueError("transformer must not be compiled yet: call apply before transformer.compile()")
+
+
+def _check_block(name: str, block: nn.Module) -> None:
+    swiglu = block.ff.net[0]
+    if isinstance(swiglu, FC1SwiGLU):
+        raise ValueError(f"{name} must not be replaced yet; it is")
+    if type(block) not in _REPLACEMENT or type(block.ff) is not FeedForward or type(swiglu) is not SwiGLU:
+        raise ValueError(f"{name} must be a plain block with a SwiGLU; it is {block}")
+    unhooked(name, block)
+    unhooked(f"{name}.ff", block.ff)
+    unhooked(f"{name}.ff.net.0", swiglu)
+    weight = linear_weight(f"{name}.ff.net.0.proj", swiglu.proj)
+    check.fc1_weight(weight)
+    norm_weight, eps = rms_norm(f"{name}.norm2", block.norm2)
+    check.norm_weight(f"{name}.norm2.weight", norm_weight, weight.shape[1], weight.device)
+    check.eps(eps)
+
+
+def _check_diffusers() -> None:
+    for cls, known in KNOWN.items():
+        if _hash_of(cls.forward) != known:
+            raise NotImplementedError(
+                f"{cls.__name__}.forward of the installed diffusers {metadata.version('diffusers')} is not that of "
+                f"0.42.1, which h3mlp {__version__} knows, and might compute something else. Install that diffusers, "
+                "or a newer h3mlp"
+            )
+
+
+def _hash_of(function) -> str:
+    """Of the tokens, so that neither a comment nor the layout decides."""
+    blank = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+    try:
+        source = textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError):  # no source is there, or it is no function of Python's
+        return ""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    words = " ".join(token.string for token in tokens if token.type not in blank)
+    return hashlib.sha256(words.encode()).hexdigest()[:16]

@@ -1,0 +1,66 @@
+"""A small MiniMax-H3 transformer of diffusers with random weights, in the precisions of its checkpoint."""
+
+import torch
+from diffusers import MiniMaxH3Transformer3DModel
+from torch import nn
+
+TEXT, VIDEO, AUDIO = 7, 24, 5
+FP32 = ("proj_in", "audio_proj_in", "time_embedder", "rope", "proj_out", "audio_proj_out")
+
+
+def transformer(seed: int = 0) -> MiniMaxH3Transformer3DModel:
+    """Two blocks and two of the token refiner, hidden 256, FFN 128."""
+    torch.manual_seed(seed)
+    model = MiniMaxH3Transformer3DModel(
+        num_attention_heads=4,
+        attention_head_dim=48,
+        hidden_size=256,
+        num_layers=2,
+        num_refiner_layers=2,
+        ffn_dim=128,
+        in_channels=4,
+        audio_in_channels=8,
+        text_dim=64,
+        freq_dim=32,
+        time_embed_hidden_dim=64,
+        time_embed_dim=64,
+        rope_freq_dim=4,
+    ).eval()
+    for name, module in model.named_children():
+        module.to(torch.float32 if name in FP32 else torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm2.weight"):
+            nn.init.normal_(parameter, mean=1.0, std=0.1)
+        elif ".ff.net.0." in name:
+            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    return model
+
+
+def inputs(batch: int = 1, seed: int = 1) -> dict[str, torch.Tensor]:
+    """One packed sequence: text, video and audio rows at three timesteps."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = TEXT + VIDEO + AUDIO
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(batch, *shape, generator=generator)
+
+    text, video, audio = torch.arange(rows).split([TEXT, VIDEO, AUDIO])
+    return {
+        "hidden_states": normal(VIDEO, 16),
+        "audio_hidden_states": normal(AUDIO, 8),
+        "encoder_hidden_states": normal(TEXT, 64).bfloat16(),
+        "timestep": torch.tensor([0.3, 0.7, 0.0]),
+        "timestep_indices": torch.randint(3, (rows,), generator=generator),
+        "token_tags": torch.cat([torch.full_like(part, tag) for part, tag in ((text, 1), (video, 0), (audio, 2))]),
+        "position_ids": torch.randint(6, (rows, 3), generator=generator),
+        "video_indices": video,
+        "audio_indices": audio,
+        "text_indices": text,
+    }
+
+
+@torch.no_grad()
+def run(model: nn.Module, **options) -> torch.Tensor:
+    """Video and audio velocities, in one."""
+    video, audio = model(**inputs(**options), return_dict=False)
+    return torch.cat([video.flatten(), audio.flatten()])
