@@ -58,20 +58,22 @@ class MiniMaxH3TransformerBlock(original.MiniMaxH3TransformerBlock):
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[B, S, H] to [B, S, H]; as the class it stands for."""
+        *of_attention, shift, scale, gate = self.adaln_proj(temb)
+        hidden_states = self.attend(hidden_states, *of_attention, adaln_indices, rotary_emb, attention_mask)
+        return self.feed_forward(hidden_states, shift, scale, gate, adaln_indices)
 
-        def rows(table: torch.Tensor) -> torch.Tensor:
-            return table.index_select(0, adaln_indices)
+    def attend(self, x, shift, scale, gate, index, rotary_emb, attention_mask):
+        """The half that stays as it was."""
+        shift, scale, gate = (table.index_select(0, index) for table in (shift, scale, gate))
+        return x + gate * self.attn(self.norm1(x) * (1.0 + scale) + shift, rotary_emb, attention_mask)
 
-        shift_attn, scale_attn, gate_attn, shift_ff, scale_ff, gate_ff = self.adaln_proj(temb)
-        attended = self.norm1(hidden_states) * (1.0 + rows(scale_attn)) + rows(shift_attn)
-        attended = self.attn(attended, rotary_emb, attention_mask)
-        hidden_states = hidden_states + rows(gate_attn) * attended
-
+    def feed_forward(self, x, shift, scale, gate, index):
+        """The half with the operator."""
         fc1, *rest = self.ff.net
-        fed = fc1(hidden_states, scale_ff, shift_ff, adaln_indices)
+        y = fc1(x, scale, shift, index)
         for module in rest:
-            fed = module(fed)
-        return hidden_states + rows(gate_ff) * fed
+            y = module(y)
+        return x + gate.index_select(0, index) * y
 
 
 class MiniMaxH3Transformer3DModel(original.MiniMaxH3Transformer3DModel):
