@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 benchmarks/split.py
 
-Every process times its own part, all at once and hot; the slowest counts. Nothing is sent: what gathers the parts is the
-engine's choice. Columns are those of tensor parallel, where every process computes stage 1 for all rows.
+Every process times its own part, all at once and hot; the slowest counts. Nothing is sent: what gathers the parts is
+left to the engine. Columns are those of tensor parallel, where every process computes stage 1 for all rows.
 """
 
 import datetime

@@ -6,10 +6,10 @@ its slice of the inner dimension.
 
 Importing this module, or calling ``h3mlp.fc1_swiglu_fp8`` on a DTensor, registers how torch's DTensor splits the
 functional operator, so that both ways, and both at once on a mesh of two dimensions, work on distributed tensors too.
-The variant that writes the caller's buffers is not split: DTensor might redistribute one, and a copy would be written.
+Buffers of the caller are refused then: DTensor might redistribute one, and a copy would be written.
 """
 
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from . import check, contract, operator
@@ -37,6 +37,18 @@ def shard(packed: PackedFC1, rank: int, world: int) -> PackedFC1:
     if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < world:
         check.refuse("rank", f"an int in [0, {world})", rank)
     return PackedFC1(*(part.chunk(world)[rank].clone() for part in packed))
+
+
+def refuse_buffers(inputs: contract.Inputs, given: contract.Buffers) -> None:
+    """Where an argument is a DTensor.
+
+    Raises:
+        ValueError: there is a buffer; says which.
+    """
+    if any(isinstance(value, DTensor) for value in (*inputs, *given)):
+        for name, value in given._asdict().items():
+            if value is not None:
+                check.refuse(name, "None, since there are DTensors among the arguments", value)
 
 
 @register_sharding(operator.FUNCTIONAL)

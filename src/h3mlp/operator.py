@@ -176,8 +176,9 @@ def _through_torch(
     """The same as one torch operator. What the operator itself could not refuse by name, or not while a graph is
     traced, is refused before it."""
     if _DTENSOR in sys.modules and not torch.compiler.is_compiling():
-        from . import distributed  # noqa: F401  registers how it splits
+        from . import distributed
 
+        distributed.refuse_buffers(inputs, given)
     present = check.present((), inputs)
     for name, value in zip(check.names((), inputs), present, strict=True):
         check.tensor(name, value)

@@ -384,13 +384,15 @@ class TestWhatPeopleDoAfterwards:
             hook.offload()
             assert torch.equal(minimax_h3.run(transformer), got)
 
-    def test_sequential_offload(self, applied):
-        """Parameters are fetched layer by layer; the prepared weights are buffers and stay on the device."""
+    @pytest.mark.parametrize("buffers", [False, True])
+    def test_sequential_offload(self, applied, buffers):
+        """Parameters are fetched layer by layer; the prepared weights are buffers and stay on the device unless told."""
         from accelerate import cpu_offload
 
         want = minimax_h3.run(applied)
-        cpu_offload(applied, "cpu")
+        cpu_offload(applied, "cpu", offload_buffers=buffers)
         assert applied.transformer_blocks[0].attn.to_q.weight.is_meta
+        assert applied.transformer_blocks[0].ff.net[0].weight.is_meta == buffers
         assert torch.equal(minimax_h3.run(applied), want)
 
     @pytest.mark.parametrize("kind", ["leaf_level", "block_level"])
