@@ -1,6 +1,6 @@
 """Time the operator whole, with its rows split and with its FFN columns split over the processes of torchrun.
 
-    torchrun --nproc-per-node 2 benchmarks/split.py
+    torchrun --standalone --nproc-per-node 2 benchmarks/split.py
 
 Every process times its own part, all at once and hot; the slowest counts. Nothing is sent: what gathers the parts is
 left to the engine. Columns are those of tensor parallel, where every process computes stage 1 for all rows.

@@ -23,7 +23,11 @@ def test_integration(program, printed, tmp_path):
         pytest.importorskip("diffusers")
     file = tmp_path / "split.py"
     file.write_text(program, encoding="utf-8")
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if "torch.distributed" in program else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        if "torch.distributed" in program
+        else []
+    )
     command = [sys.executable, *launcher, str(file)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)

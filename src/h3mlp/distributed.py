@@ -4,15 +4,11 @@ Rows split (sequence parallel): nothing is needed, no row depends on another. FF
 process has the packed rows of its columns, from ``shard``, and with them computes its columns of y, which FC2 takes as
 its slice of the inner dimension.
 
-Importing this module, or calling ``h3mlp.fc1_swiglu_fp8`` on a DTensor, registers how torch's DTensor splits the
-functional operator, so that both ways, and both at once on a mesh of two dimensions, work on distributed tensors too.
-Buffers of the caller are refused then: DTensor might redistribute one, and a copy would be written.
+Importing this module, or calling ``h3mlp.fc1_swiglu_fp8`` on a DTensor, tells DTensor how the operator may be split,
+so that both ways, and both at once on a mesh of two dimensions, work on distributed tensors too.
 """
 
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.experimental import register_sharding
-
-from . import check, contract, operator
+from . import check, contract, sharding  # noqa: F401
 from .weights import PackedFC1
 
 
@@ -37,30 +33,3 @@ def shard(packed: PackedFC1, rank: int, world: int) -> PackedFC1:
     if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < world:
         check.refuse("rank", f"an int in [0, {world})", rank)
     return PackedFC1(*(part.chunk(world)[rank].clone() for part in packed))
-
-
-def refuse_buffers(inputs: contract.Inputs, given: contract.Buffers) -> None:
-    """Where an argument is a DTensor.
-
-    Raises:
-        ValueError: there is a buffer; says which.
-    """
-    if any(isinstance(value, DTensor) for value in (*inputs, *given)):
-        for name, value in given._asdict().items():
-            if value is not None:
-                check.refuse(name, "None, since there are DTensors among the arguments", value)
-
-
-@register_sharding(operator.FUNCTIONAL)
-def _ways(_x, _x_norm_weight, _scale, _shift, index, _weight_q, _weight_scale, *options):
-    """Of the output and of each argument; a mesh dimension takes one of these, whichever moves the least."""
-
-    def way(out, rows, weight):
-        tables, index_rows = (None, None) if index is None else (Replicate(), rows)
-        return [out], [rows, Replicate(), tables, tables, index_rows, weight, weight, *(None for _ in options)]
-
-    return [
-        way(Replicate(), Replicate(), Replicate()),
-        way(Shard(0), Shard(0), Replicate()),  # rows to rows
-        way(Shard(1), Replicate(), Shard(0)),  # weight rows to output columns
-    ]

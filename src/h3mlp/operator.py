@@ -21,10 +21,8 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 torch.library.define("h3mlp::fc1_swiglu_fp8", f"({_INPUTS}) -> Tensor", tags=_TAGS)
 torch.library.define("h3mlp::fc1_swiglu_fp8_out", f"({_INPUTS}, {_BUFFERS}) -> ()", tags=_TAGS)
 
-FUNCTIONAL = torch.ops.h3mlp.fc1_swiglu_fp8.default
-
 _NONE_GIVEN = contract.Buffers(None, None, None)
-_DTENSOR = "torch.distributed.tensor"  # 0.6 s to import, so it is left to who uses it
+_DTENSOR = "torch.distributed.tensor"
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _PLAIN_OR_NONE = _PLAIN | {type(None)}
 
@@ -176,9 +174,9 @@ def _through_torch(
     """The same as one torch operator. What the operator itself could not refuse by name, or not while a graph is
     traced, is refused before it."""
     if _DTENSOR in sys.modules and not torch.compiler.is_compiling():
-        from . import distributed
+        from . import sharding
 
-        distributed.refuse_buffers(inputs, given)
+        sharding.refuse_buffers(inputs, given)
     present = check.present((), inputs)
     for name, value in zip(check.names((), inputs), present, strict=True):
         check.tensor(name, value)

@@ -386,7 +386,7 @@ class TestWhatPeopleDoAfterwards:
 
     @pytest.mark.parametrize("buffers", [False, True])
     def test_sequential_offload(self, applied, buffers):
-        """Parameters are fetched layer by layer; the prepared weights are buffers and stay on the device unless told."""
+        """Parameters are fetched layer by layer; the prepared weights are buffers and stay unless told."""
         from accelerate import cpu_offload
 
         want = minimax_h3.run(applied)

@@ -1,0 +1,34 @@
+"""How torch's DTensor splits the functional operator. Imported where there is a DTensor: to import that takes 0.6 s."""
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+
+from . import check, contract
+
+
+@register_sharding(torch.ops.h3mlp.fc1_swiglu_fp8.default)
+def _ways(_x, _x_norm_weight, _scale, _shift, index, _weight_q, _weight_scale, *options):
+    """Of the output and of each argument; a mesh dimension takes one of these, whichever moves the least."""
+
+    def way(out, rows, weight):
+        tables, index_rows = (None, None) if index is None else (Replicate(), rows)
+        return [out], [rows, Replicate(), tables, tables, index_rows, weight, weight, *(None for _ in options)]
+
+    return [
+        way(Replicate(), Replicate(), Replicate()),
+        way(Shard(0), Shard(0), Replicate()),  # rows to rows
+        way(Shard(1), Replicate(), Shard(0)),  # weight rows to output columns
+    ]
+
+
+def refuse_buffers(inputs: contract.Inputs, given: contract.Buffers) -> None:
+    """Where an argument is a DTensor: it might redistribute a buffer, and a copy would be written.
+
+    Raises:
+        ValueError: there is a buffer; says which.
+    """
+    if any(isinstance(value, DTensor) for value in (*inputs, *given)):
+        for name, value in given._asdict().items():
+            if value is not None:
+                check.refuse(name, "None, since there are DTensors among the arguments", value)
