@@ -2,6 +2,7 @@
 
 import io
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -24,6 +25,12 @@ def tiny(monkeypatch):
     return variants
 
 
+@pytest.fixture
+def threads(monkeypatch):
+    """In place of processes, which take seconds to start."""
+    monkeypatch.setattr(kernels, "ProcessPoolExecutor", lambda processes, _context: ThreadPoolExecutor(processes))
+
+
 def call(capsys, *arguments: str) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as stop:
         cli.main(["kernels", *arguments])
@@ -31,7 +38,7 @@ def call(capsys, *arguments: str) -> tuple[int, str, str]:
     return stop.value.code, shown.out, shown.err
 
 
-@pytest.mark.usefixtures("tiny")
+@pytest.mark.usefixtures("tiny", "threads")
 def test_table(capsys):
     code, out, err = call(capsys, "--arch", "sm_90a")
     assert (code, err) == (0, "")
@@ -67,6 +74,7 @@ def test_json_of_all_architectures(capsys):
     assert found["kernels"][0]["instructions"] == {"QGMMA": 0, "QMMA": 0, "QMMA.SF": 0, "HMMA": 0}
 
 
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("as_json", [True, False])
 def test_a_spilling_kernel_is_exit_code_1(as_json, tiny, capsys):
     tiny.append(type(tiny[0])(1024, registers=100))

@@ -1,6 +1,9 @@
 """``h3mlp kernels``: compile every GPU kernel, without a GPU, and show what the machine code needs and uses."""
 
+import multiprocessing
+import os
 from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from itertools import groupby
 from operator import attrgetter
@@ -11,19 +14,27 @@ from rich.table import Table
 from .backends import cute
 from .backends.cute import jit, sass
 
+PROCESSES = min(os.cpu_count() or 1, 8)
+"""That compile at once, of 0.5 GB each. Compiling holds the interpreter, so that threads would gain nothing."""
+
 
 def run(architectures: Iterable[str], on_step: Callable[[str], object]) -> list[sass.Report]:
-    """Compile every variant for each of the architectures; ``on_step`` is told which one is next.
+    """Compile every variant for each of the architectures; ``on_step`` is told which one is waited for.
 
     Raises:
         ImportError: the CuTe DSL is not installed.
         RuntimeError: a kernel does not compile, or there is no nvdisasm.
     """
+    wanted = [(kernel, arch) for arch in architectures for kernel in cute.kernels(arch)]
     reports = []
-    for arch in architectures:
-        for kernel in cute.kernels(arch):
-            on_step(f"{kernel.name} for {arch}")
-            reports.append(jit.inspect(kernel, arch))
+    with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
+        try:
+            pending = [pool.submit(jit.inspect, kernel, arch) for kernel, arch in wanted]
+            for (kernel, arch), report in zip(wanted, pending, strict=True):
+                on_step(f"{kernel.name} for {arch}")
+                reports.append(report.result())
+        finally:
+            pool.shutdown(cancel_futures=True)
     return reports
 
 
