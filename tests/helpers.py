@@ -17,6 +17,10 @@ def make_inputs(
     return contract.Inputs(*layer.activations, *prepare_fc1_weight_fp8(layer.weight))
 
 
+def without_adaln(inputs: contract.Inputs) -> contract.Inputs:
+    return inputs._replace(adaln_scale=None, adaln_shift=None, adaln_index=None)
+
+
 def edge_inputs() -> contract.Inputs:
     """Six rows: one of zeros that the shift leaves zero, NaN, a sum of squares that overflows, an Inf, an index outside
     the tables, and a good one."""

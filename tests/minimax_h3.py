@@ -60,7 +60,8 @@ def inputs(batch: int = 1, seed: int = 1) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def run(model: nn.Module, **options) -> torch.Tensor:
-    """Video and audio velocities, in one."""
-    video, audio = model(**inputs(**options), return_dict=False)
-    return torch.cat([video.flatten(), audio.flatten()])
+def run(model: nn.Module, device: torch.device | str = "cpu", **options) -> torch.Tensor:
+    """Video and audio velocities, in one, on the CPU. Inputs go to the device, where the model is or will be."""
+    given = {name: value.to(device) for name, value in inputs(**options).items()}
+    video, audio = model(**given, return_dict=False)
+    return torch.cat([video.flatten(), audio.flatten()]).cpu()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import make_inputs, nan_buffers
+from helpers import make_inputs, nan_buffers, without_adaln
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
 from h3mlp import FC1SwiGLU, PackedFC1, contract, fc1_swiglu_fp8
@@ -77,7 +77,7 @@ def distributed_tensors(
     mesh = init_device_mesh(device.type, mesh_shape)
     assert mesh.size() == world
     inputs = problem(rows, hidden, ffn, device)
-    plain = inputs._replace(adaln_scale=None, adaln_shift=None, adaln_index=None)
+    plain = without_adaln(inputs)
     same, split = Replicate(), Shard(0)
     ways = {
         "whole": (same, same, same),

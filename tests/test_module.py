@@ -33,7 +33,7 @@ def with_weight(module: nn.Module, weight: torch.Tensor) -> nn.Module:
 
 
 def adaln(layer) -> tuple[torch.Tensor, ...]:
-    return layer.adaln_scale, layer.adaln_shift, layer.adaln_index
+    return layer.activations[2:]
 
 
 def assert_same_rows(got: torch.Tensor, want: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import FFN, HIDDEN, TABLE_ROWS, bits, make_inputs, nan_buffers
+from helpers import FFN, HIDDEN, TABLE_ROWS, bits, make_inputs, nan_buffers, without_adaln
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -86,7 +86,7 @@ def test_modulation_reaches_the_arithmetic(inputs):
 class TestWithoutAdaLN:
     @pytest.fixture
     def plain(self, inputs):
-        return inputs._replace(adaln_scale=None, adaln_shift=None, adaln_index=None)
+        return without_adaln(inputs)
 
     def test_it_is_rms_norm(self, plain):
         buffers = nan_buffers(70)

@@ -62,6 +62,11 @@ def describe(value: object) -> str:
     return f"{_name(value.dtype)} {list(value.shape)} with strides {tuple(value.stride())} on {value.device}"
 
 
+def class_of(value: object) -> str:
+    """With its module, which tells one library's Linear from another's."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
 def tensor(name: str, value: object) -> None:
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         refuse(name, "a dense torch.Tensor", value)

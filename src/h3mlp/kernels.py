@@ -27,14 +27,14 @@ def run(architectures: Iterable[str], on_step: Callable[[str], object]) -> list[
     """
     wanted = [(kernel, arch) for arch in architectures for kernel in cute.kernels(arch)]
     reports = []
-    with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
-        try:
-            pending = [pool.submit(jit.inspect, kernel, arch) for kernel, arch in wanted]
-            for (kernel, arch), report in zip(wanted, pending, strict=True):
-                on_step(f"{kernel.name} for {arch}")
-                reports.append(report.result())
-        finally:
-            pool.shutdown(cancel_futures=True)
+    pool = ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn"))
+    try:
+        pending = [pool.submit(jit.inspect, kernel, arch) for kernel, arch in wanted]
+        for (kernel, arch), report in zip(wanted, pending, strict=True):
+            on_step(f"{kernel.name} for {arch}")
+            reports.append(report.result())
+    finally:
+        pool.shutdown(cancel_futures=True)
     return reports
 
 

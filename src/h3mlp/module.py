@@ -228,13 +228,13 @@ def linear_weight(name: str, module: nn.Module) -> torch.Tensor:
     if type(module) is not nn.Linear:
         wrapped = hasattr(module, "base_layer") or hasattr(module, "lora_A")
         advice = "merge and unload its LoRA adapters first" if wrapped else "quantized layers and subclasses are not"
-        raise ValueError(f"{name} must be a plain torch.nn.Linear ({advice}); it is a {_class_of(module)}")
+        raise ValueError(f"{name} must be a plain torch.nn.Linear ({advice}); it is a {check.class_of(module)}")
     if module.bias is not None:
         check.refuse(f"{name}.bias", "None", module.bias)
     unhooked(name, module)
     weight = module.weight
     if type(weight) not in (torch.Tensor, nn.Parameter):
-        raise ValueError(f"{name}.weight must be a plain tensor, not quantized; it is a {_class_of(weight)}")
+        raise ValueError(f"{name}.weight must be a plain tensor, not quantized; it is a {check.class_of(weight)}")
     _loaded_bf16(f"{name}.weight", weight)
     return weight
 
@@ -271,7 +271,3 @@ def _loaded_bf16(name: str, weight: torch.Tensor) -> None:
         check.refuse(name, "bfloat16", weight)
     if weight.is_meta:
         check.refuse(name, "loaded", weight)
-
-
-def _class_of(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -15,14 +15,8 @@ from h3mlp import accuracy, contract
 from h3mlp.integrations import diffusers as integration
 
 
-def to_device(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value.to(CUDA) for name, value in inputs.items()}
-
-
-@torch.no_grad()
 def run(model) -> torch.Tensor:
-    video, audio = model(**to_device(minimax_h3.inputs()), return_dict=False)
-    return torch.cat([video.flatten(), audio.flatten()]).cpu()
+    return minimax_h3.run(model, CUDA)
 
 
 def test_a_small_model_has_the_cpus_outputs():

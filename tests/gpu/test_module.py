@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from helpers import bits
+from helpers import bits, nan_buffers, without_adaln
 from on_gpu import CUDA, close, make, y_of
 
 import h3mlp
@@ -24,12 +24,11 @@ def module(inputs) -> FC1SwiGLU:
 @pytest.mark.parametrize("modulation", ["fused", "eager", None])
 def test_modes_of_the_operator(inputs, modulation):
     """Stage 1 has the bits of the reference on the CPU, stage 2 is close to it on those codes."""
-    given = inputs if modulation else inputs._replace(adaln_scale=None, adaln_shift=None, adaln_index=None)
-    codes = torch.full((1000, contract.HIDDEN), 0x7F, dtype=torch.uint8, device=CUDA).view(contract.QUANTIZED)
-    scales = torch.full((1000,), torch.nan, device=CUDA)
-    out = torch.full((1000, contract.FFN), torch.nan, dtype=torch.bfloat16, device=CUDA)
+    given = inputs if modulation else without_adaln(inputs)
+    buffers = nan_buffers(1000, contract.HIDDEN, contract.FFN, CUDA)
+    out, codes, scales = buffers
     options = {"modulation": modulation} if modulation else {}
-    h3mlp.fc1_swiglu_fp8(*given, out=out, workspace_q=codes, workspace_scale=scales, **options)
+    h3mlp.fc1_swiglu_fp8(*given, **buffers._asdict(), **options)
     want = reference.norm_quant(*(t if t is None else t.cpu() for t in given[:5]), **options)
     assert torch.equal(bits(codes.cpu()), bits(want.a_q))
     assert torch.equal(scales.cpu(), want.s_row)

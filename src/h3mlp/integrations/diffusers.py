@@ -245,7 +245,7 @@ def _check_transformer(transformer: object) -> None:
         compiled = " (call apply before torch.compile)" if hasattr(transformer, "_orig_mod") else ""
         raise ValueError(
             "transformer must be a diffusers.MiniMaxH3Transformer3DModel; "
-            f"it is a {type(transformer).__module__}.{type(transformer).__qualname__}{held}{compiled}"
+            f"it is a {check.class_of(transformer)}{held}{compiled}"
         )
     if transformer.gradient_checkpointing:
         raise ValueError(

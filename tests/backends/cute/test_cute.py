@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 import torch
-from helpers import make_inputs, nan_buffers, shifted
+from helpers import make_inputs, nan_buffers, shifted, without_adaln
 
 from h3mlp.backends import cute
 
@@ -187,7 +187,7 @@ def test_what_each_mode_launches(launched):
     inputs, buffers = make_inputs(3), nan_buffers(3)
     launch.run(inputs, 1e-5, buffers, "fp32")
     launch.run(inputs._replace(adaln_index=inputs.adaln_index.int()), 1e-5, buffers, "fp32", "eager")
-    plain = inputs._replace(adaln_scale=None, adaln_shift=None, adaln_index=None)
+    plain = without_adaln(inputs)
     launch.run(plain, 1e-5, buffers, "fp32", "eager")
     launch.run(plain._replace(x=shifted(inputs.x)), 1e-5, buffers, "fp32")
     stage1 = ["norm_quant_i64", "norm_quant_eager_i32", "norm_quant_plain", "norm_quant_plain_scalar"]
