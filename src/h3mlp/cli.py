@@ -1,21 +1,15 @@
 """The ``h3mlp`` command."""
 
-import importlib.util
-import json
-import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn
 
 from . import contract
 from ._version import __version__
-
-PLOT_FORMATS = ("pdf", "png", "svg")
+from .checkpoint import commands
+from .terminal import complain, file_option, json_option, output_file, plot_option, progress, show
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -24,45 +18,13 @@ def cli() -> None:
     """Fused FP8 operators for the MLP of the MiniMax-H3 video diffusion transformer."""
 
 
-def _output_file(_context: click.Context, _parameter: click.Parameter, value: Path | None) -> Path | None:
-    """Refuse, before any work, a file that could not be written after it."""
-    if value is not None and not os.access(value.parent, os.W_OK):
-        raise click.BadParameter(f"folder {str(value.parent)!r} does not exist or is not writable")
-    return value
-
-
-def _plot_file(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
-    """Likewise, for a plot."""
-    if value is None:
-        return None
-    if value.suffix[1:].lower() not in PLOT_FORMATS:
-        raise click.BadParameter(f"must end in .{', .'.join(PLOT_FORMATS)}; it is {str(value)!r}")
-    _output_file(context, parameter, value)
-    if importlib.util.find_spec("matplotlib") is None:
-        raise click.BadParameter("needs matplotlib: pip install 'h3mlp[plot]'")
-    return value
-
-
-def _file_option(flag: str, callback: Callable, what: str) -> Callable:
-    return click.option(
-        flag, type=click.Path(dir_okay=False, path_type=Path), callback=callback, metavar="FILE", help=what
-    )
-
-
-def _plot_option(what: str) -> Callable:
-    return _file_option("--plot", _plot_file, f"Draw {what} into FILE (.png, .svg or .pdf; needs h3mlp[plot]).")
-
-
-_json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
-
-
 @cli.command(short_help="Run one real-size layer and check it.")
 @click.option(
     "--rows", type=click.IntRange(1, contract.MAX_ROWS), help="Rows of x.  [default: 256 on the CPU, 4184 on a GPU]"
 )
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of all data.")
-@_json_option
-@_plot_option("the error histograms")
+@json_option
+@plot_option("the error histograms")
 def demo(rows: int | None, seed: int, as_json: bool, plot: Path | None) -> int:
     """Run one real-size FC1 layer of synthetic weights on the best device and show that it is right.
 
@@ -70,12 +32,12 @@ def demo(rows: int | None, seed: int, as_json: bool, plot: Path | None) -> int:
     """
     from . import demo as job
 
-    with _progress() as show_step:
+    with progress() as show_step:
         result = job.run(rows, seed, show_step)
         if plot:
             show_step(f"plot {plot}")
             job.plot(result, plot)
-    _show(result.as_json() if as_json else job.render(result))
+    show(result.as_json() if as_json else job.render(result))
     if plot and not as_json:
         click.echo(f"Error histograms: {plot}")
     return 0 if result.ok else 1
@@ -100,8 +62,8 @@ class RowCounts(click.ParamType):
 @click.option("--seconds", type=click.FloatRange(0), help="Time for each number of rows.  [default: 10 on a GPU]")
 @click.option("--rounds", type=click.IntRange(1), help="Rounds at least.  [default: 20 on a GPU, 7 on the CPU]")
 @click.option("--bf16", is_flag=True, help="Time the BF16 GEMM too (on the CPU the BF16 layer).")
-@_json_option
-@_file_option("--json-out", _output_file, "Write the result into FILE.")
+@json_option
+@file_option("--json-out", output_file, "Write the result into FILE.")
 @click.option(
     "--from",
     "source",
@@ -109,7 +71,7 @@ class RowCounts(click.ParamType):
     metavar="FILE",
     help="Measure nothing: show and plot what --json-out wrote, on any machine.",
 )
-@_plot_option("time over the limit")
+@plot_option("time over the limit")
 def bench(
     rows: tuple[int, ...] | None,
     seconds: float | None,
@@ -136,13 +98,13 @@ def bench(
         except ValueError as error:
             raise click.UsageError(f"--from: {error}") from None
     else:
-        with _progress(BarColumn()) as show_step:
+        with progress(BarColumn()) as show_step:
             record = job.run(rows, seconds=seconds, rounds=rounds, bf16=bf16, progress=show_step)
     if json_out:
         job.save(record, json_out)
     if plot:
         job.plot(record, plot)
-    _show(record.as_json() if as_json else job.render(record))
+    show(record.as_json() if as_json else job.render(record))
     for name, path in (("Result", json_out), ("Plot", plot)):
         if path and not as_json:
             click.echo(f"{name}: {path}")
@@ -150,13 +112,13 @@ def bench(
 
 
 @cli.command(short_help="Show which backend serves this machine.")
-@_json_option
+@json_option
 def doctor(as_json: bool) -> None:
     """Show the environment, each backend, and whether it serves this machine."""
     from . import doctor as job
 
     found = job.report()
-    _show(found if as_json else job.render(found))
+    show(found if as_json else job.render(found))
 
 
 def _architectures(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
@@ -172,7 +134,7 @@ def _architectures(_context: click.Context, _parameter: click.Parameter, value: 
 
 @cli.command(short_help="Compile the GPU kernels, without a GPU, and read their machine code.")
 @click.option("--arch", callback=_architectures, metavar="ARCH", help="The architecture, e.g. sm_90a.  [default: all]")
-@_json_option
+@json_option
 def kernels(arch: tuple[str, ...], as_json: bool) -> int:
     """Compile every GPU kernel and show its registers, memory and tensor core instructions. Needs no GPU.
 
@@ -180,37 +142,17 @@ def kernels(arch: tuple[str, ...], as_json: bool) -> int:
     """
     from . import kernels as job
 
-    with _progress() as show_step:
+    with progress() as show_step:
         reports = job.run(arch, show_step)
-    _show(job.as_json(reports) if as_json else job.render(reports))
+    show(job.as_json(reports) if as_json else job.render(reports))
     faults = job.faults(reports)
     for fault in faults:
-        _complain(fault)
+        complain(fault)
     return 1 if faults else 0
 
 
-@contextmanager
-def _progress(*bar: ProgressColumn) -> Iterator[Callable[..., None]]:
-    """A spinner with the current step and the time, on a terminal's stderr only. Yields what shows a step and, for a
-    bar, the share that is done."""
-    with Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        *bar,
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        disable=not sys.stderr.isatty(),
-        transient=True,
-    ) as progress:
-        task = progress.add_task("start", total=1.0 if bar else None)
-        yield lambda step, share=None: progress.update(task, description=step, completed=share)
-
-
-def _show(content: object) -> None:
-    if isinstance(content, dict):
-        click.echo(json.dumps(content, indent=2))
-    else:
-        Console(highlight=False, markup=False).print(content)
+for command in commands.ALL:
+    cli.add_command(command)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -221,16 +163,12 @@ def main(arguments: list[str] | None = None) -> None:
         click.echo(no_command.ctx.get_help())
         code = 0
     except click.ClickException as error:
-        _complain(error.format_message())
+        complain(error.format_message())
         code = 2
     except (click.Abort, KeyboardInterrupt):
-        _complain("interrupted")
+        complain("interrupted")
         code = 130
     except (ImportError, OSError, RuntimeError, MemoryError) as error:
-        _complain(str(error) or type(error).__name__)
+        complain(str(error) or type(error).__name__)
         code = 1
     sys.exit(code)
-
-
-def _complain(message: str) -> None:
-    click.echo(f"h3mlp: error: {' '.join(message.split())}", err=True)

@@ -44,12 +44,19 @@ def prepare_fc1_weight_fp8(
         for first in range(0, ffn // group, step):
             bf16 = source[first * group : (first + step) * group]
             fp32 = chunk[: bf16.shape[0]].copy_(bf16)
-            low, high = fp32.aminmax(dim=1)
-            scale = reference.e4m3_scale(torch.maximum(high, -low))
-            reference.saturate_(fp32.div_(scale[:, None]))
+            scale = scale_rows_(fp32)
             packed_scale[first : first + step, half] = scale.view(-1, group)
             packed_q[first : first + step, half] = fp32.view(-1, group, hidden)
     return contract.tag_row_order(weight_q, contract.PACKED), contract.tag_row_order(weight_scale, contract.PACKED)
+
+
+def scale_rows_(rows: torch.Tensor) -> torch.Tensor:
+    """Divide FP32 [N, H] by the scale of each row, in place, so that only the conversion to E4M3 is left. Returns the
+    scales, FP32 [N]. Formula: ``h3mlp.contract``, "Weights"."""
+    # Not aminmax, which along a dimension takes five times as long as these two on a CPU.
+    scale = reference.e4m3_scale(torch.maximum(rows.amax(dim=1), -rows.amin(dim=1)))
+    reference.saturate_(rows.div_(scale[:, None]))
+    return scale
 
 
 def prepare_minimax_h3_fc1_weight_fp8(

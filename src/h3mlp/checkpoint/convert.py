@@ -1,0 +1,255 @@
+"""``h3mlp convert``: the FC1 layers of any checkpoint, prepared for the kernels, as a new checkpoint.
+
+Layer after layer, some rows at a time: a thread reads the next rows while these are quantized and written, and another
+hashes the source. Memory does not grow with the checkpoint.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from .._version import __version__
+from .container import SUFFIX, Container, Stored, open_checkpoint, prefetched
+from .hashing import hashing
+from .lora import Lora, open_lora
+from .names import Layer
+from .prepared import TENSORS, Description, check_replaceable, is_prepared, tensor_name
+from .source import FC1Layer, fc1_layers, with_loras
+from .units import CopyUnit, LayerUnit, Unit, describe
+from .writer import Layout, Writer
+
+Progress = Callable[[str, float, float], None]
+"""Takes the current step, and how many bytes of how many are done."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was converted.
+
+    Attributes:
+        destination: what was written.
+        files: its safetensors files.
+        description: what it says of itself.
+        copied: the names of the tensors copied beside.
+        left_out: how many tensors of the source were not.
+        left_to_engine: the modules of adapters, besides FC1, that were not merged.
+        resumed: units that an earlier run had finished.
+        bytes_read, bytes_written: of tensors.
+        seconds: all in all.
+    """
+
+    destination: Path
+    files: tuple[str, ...]
+    description: Description
+    copied: tuple[str, ...]
+    left_out: int
+    left_to_engine: tuple[str, ...]
+    resumed: int
+    bytes_read: int
+    bytes_written: int
+    seconds: float
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "destination": str(self.destination)}
+
+
+@dataclass(frozen=True)
+class _Job:
+    """All that is known before the first weight is read."""
+
+    container: Container
+    layers: dict[Layer, FC1Layer]
+    adapters: tuple[Lora, ...]
+    others: tuple[Stored, ...]
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return (*self.container.files, *(adapter.path for adapter in self.adapters))
+
+    def units(self, copy_others: bool) -> list[Unit]:
+        return [*map(LayerUnit, self.layers.values()), *map(CopyUnit, self.others if copy_others else ())]
+
+
+def run(
+    source: Path,
+    destination: Path,
+    *,
+    gate_order: str | None = None,
+    loras: Sequence[tuple[Path, float]] = (),
+    copy_others: bool = False,
+    resume: bool = False,
+    hashes: bool = True,
+    progress: Progress = lambda *_: None,
+) -> Report:
+    """Convert a checkpoint.
+
+    Args:
+        source: a safetensors file, an index.json or a folder of them, with FC1 weights under names of MiniMax or
+            diffusers in BF16, FP16, FP32 or FP8.
+        destination: one file if it ends in .safetensors, else a folder of files of at most 5 GB. What is there is
+            replaced, at the end, if it is a prepared checkpoint.
+        gate_order: "gate_up" or "up_gate", where the source is not as its names say.
+        loras: adapters to merge, with a factor for each.
+        copy_others: copy all other tensors too, and config.json into a folder.
+        resume: go on with what an interrupted run has left.
+        hashes: note the SHA-256 of the source's files.
+        progress: is called after every few rows.
+
+    Raises:
+        ValueError: the source or an adapter is not what it must be; the destination is something else.
+        OSError: a file cannot be read or written. What is finished is kept for ``resume``.
+    """
+    started = time.perf_counter()
+    job = _open(source, gate_order, loras)
+    _check_destination(job, destination)
+    units = job.units(copy_others)
+    one_file = destination.name if destination.suffix == SUFFIX else None
+    layout = Layout((unit.entries for unit in units), one_file)
+    states = _states(job.files)
+    draft = _description(job, {}, dict.fromkeys(job.files, "0" * 64))
+    scales = [adapter.scale for adapter in job.adapters]
+    plan = _digest(__version__, gate_order, scales, states, layout.index({}).decode())
+    with (
+        hashing(job.files if hashes else ()) as hash_of,
+        Writer(destination, layout, draft.as_metadata(), plan, resume) as writer,
+    ):
+        todo = [unit for unit in units if unit.name not in writer.records]
+        try:
+            _write(todo, writer, progress)
+            sums = {file: hash_of(file) for file in job.files}
+            if states != _states(job.files):
+                raise ValueError(f"{source} must not change while it is read; it did")
+        except ValueError:
+            writer.discard()
+            raise
+        description = _description(job, writer.records, sums)
+        config = job.container.files[0].with_name("config.json")
+        beside = {config.name: config.read_bytes()} if copy_others and one_file is None and config.is_file() else {}
+        writer.publish(description.as_metadata(), beside)
+    norms = {found.norm.name for found in job.layers.values()}
+    return Report(
+        destination=destination,
+        files=tuple(layout.files),
+        description=description,
+        copied=tuple(stored.name for stored in job.others if copy_others),
+        left_out=0 if copy_others else sum(stored.name not in norms for stored in job.others),
+        left_to_engine=tuple(sorted({name for adapter in job.adapters for name in adapter.others})),
+        resumed=len(units) - len(todo),
+        bytes_read=sum(unit.nbytes for unit in todo),
+        bytes_written=layout.nbytes,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _open(source: Path, gate_order: str | None, loras: Sequence[tuple[Path, float]]) -> _Job:
+    container = open_checkpoint(source)
+    if is_prepared(container):
+        raise ValueError(f"{source} must not be prepared yet; it is: it can be loaded as it is")
+    layers = fc1_layers(container, gate_order)
+    shapes = {layer: found.weight.shape for layer, found in layers.items()}
+    adapters = tuple(open_lora(path, scale, shapes) for path, scale in loras)
+    consumed = {name for found in layers.values() for name in found.consumed}
+    others = tuple(stored for name, stored in container.tensors.items() if name not in consumed)
+    return _Job(container, with_loras(layers, adapters), adapters, others)
+
+
+def _write(todo: Sequence[Unit], writer: Writer, progress: Progress) -> None:
+    read, total = 0, sum(unit.nbytes for unit in todo)
+    with closing(prefetched(call for unit in todo for call in unit.reads())) as pieces:
+        for unit in todo:
+            for nbytes in unit.write(pieces, writer):
+                read += nbytes
+                progress(unit.name, read, total)
+            writer.finish(unit.name, [entry.name for entry in unit.entries], unit.record)
+    progress("checksums", total, total)
+
+
+def _check_destination(job: _Job, destination: Path) -> None:
+    here = destination.resolve()
+    for file in job.files:
+        if here == file.resolve() or here in file.absolute().parents:
+            raise ValueError(f"{destination} must be another file or folder than the source; {file} is there")
+    if not destination.parent.is_dir():
+        raise ValueError(f"{destination} must be in a folder that exists; {destination.parent} does not")
+    check_replaceable(destination)
+
+
+def _description(job: _Job, records: dict[str, dict], sums: dict[Path, str | None]) -> Description:
+    """The metadata; without records a draft of the same length."""
+    layers = {}
+    for layer, found in job.layers.items():
+        record = records.get(str(layer), {**describe(found, snr_db=99.99), "crc32": {}})
+        crcs = {which: record["crc32"].get(tensor_name(layer, which), 2**32 - 1) for which in TENSORS}
+        layers[str(layer)] = {**{key: record[key] for key in describe(found, None)}, "crc32": crcs}
+
+    def as_source(file: Path) -> dict[str, Any]:
+        return {"name": file.name, "bytes": file.stat().st_size, "sha256": sums[file]}
+
+    first = next(iter(job.layers.values()))
+    return Description(
+        hidden=first.hidden,
+        ffn=first.ffn,
+        layers=layers,
+        sources=[as_source(file) for file in job.container.files],
+        loras=[{**as_source(adapter.path), "scale": adapter.scale} for adapter in job.adapters],
+        made_by=__version__,
+    )
+
+
+def _states(files: Sequence[Path]) -> list[list]:
+    stats = [(file.resolve(), file.stat()) for file in files]
+    return [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+
+
+def _digest(*content: object) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def render(report: Report) -> RenderableType:
+    """A line a layer, and what else happened."""
+    description = report.description
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title, justify in (
+        ("layer", "left"),
+        ("from", "left"),
+        ("halves", "left"),
+        ("became FP8 by", "left"),
+        ("SNR dB", "right"),
+    ):
+        table.add_column(title, justify=justify)
+    for name, layer in description.layers.items():
+        snr = "exact" if layer["action"] == "repacked" else "-" if layer["snr_db"] is None else f"{layer['snr_db']:.2f}"
+        table.add_row(name, layer["form"], layer["gate_order"], _ACTIONS[layer["action"]], snr)
+    return Group(table, *summary(report))
+
+
+_ACTIONS = {
+    "quantized": "quantizing",
+    "repacked": "reordering rows",
+    "requantized": "quantizing again",
+}
+
+
+def summary(report: Report) -> Iterator[str]:
+    layers = report.description.layers
+    yield ""
+    if any(layer["action"] == "requantized" for layer in layers.values()):
+        yield "Layers quantized again were rounded to FP8 a second time: a BF16 checkpoint gives better ones."
+    if report.left_to_engine:
+        count, some = len(report.left_to_engine), ", ".join(report.left_to_engine[:2])
+        yield f"Adapters of {count} other modules ({some} ...) are left to the engine: load them there."
+    beside = f"{len(report.copied)} tensors copied, {report.left_out} left out"
+    yield f"{len(layers)} layers; {beside}" + (f"; {report.resumed} parts kept from before" if report.resumed else "")
+    speed = report.bytes_read / report.seconds / 1e9
+    yield (
+        f"{report.destination}: {report.bytes_written / 1e9:.3f} GB in {len(report.files)} "
+        f"file{'s' if len(report.files) > 1 else ''}, {report.seconds:.1f} s, {speed:.2f} GB/s"
+    )
