@@ -4,8 +4,18 @@ import torch
 from diffusers import MiniMaxH3Transformer3DModel
 from torch import nn
 
+from h3mlp import FC1SwiGLU
+
 TEXT, VIDEO, AUDIO = 7, 24, 5
 FP32 = ("proj_in", "audio_proj_in", "time_embedder", "rope", "proj_out", "audio_proj_out")
+
+
+BLOCKS = (
+    "token_refiner.refiner_blocks.0",
+    "token_refiner.refiner_blocks.1",
+    "transformer_blocks.0",
+    "transformer_blocks.1",
+)
 
 
 def transformer(seed: int = 0) -> MiniMaxH3Transformer3DModel:
@@ -65,3 +75,13 @@ def run(model: nn.Module, device: torch.device | str = "cpu", **options) -> torc
     given = {name: value.to(device) for name, value in inputs(**options).items()}
     video, audio = model(**given, return_dict=False)
     return torch.cat([video.flatten(), audio.flatten()]).cpu()
+
+
+def fc1s(model: nn.Module) -> dict[str, FC1SwiGLU]:
+    """What has been put into the model, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, FC1SwiGLU)}
+
+
+def is_untouched(model: nn.Module) -> bool:
+    kept = any(hasattr(model.get_submodule(name), "_h3mlp_kept") for name in BLOCKS)
+    return not fc1s(model) and type(model) is MiniMaxH3Transformer3DModel and not kept

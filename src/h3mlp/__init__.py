@@ -2,6 +2,7 @@
 
 from . import contract, reference
 from ._version import __version__
+from .checkpoint.prepared import load_fc1
 from .module import FC1SwiGLU
 from .operator import fc1_swiglu_fp8, minimax_h3_fc1_swiglu_fp8
 from .warmup import warmup
@@ -19,6 +20,7 @@ __all__ = [
     "__version__",
     "contract",
     "fc1_swiglu_fp8",
+    "load_fc1",
     "minimax_h3_fc1_swiglu_fp8",
     "pack_fc1_rows",
     "prepare_fc1_weight_fp8",

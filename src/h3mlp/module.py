@@ -1,11 +1,13 @@
 """The operator as a torch.nn module, which holds the prepared weight."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from . import check, contract
+from .checkpoint.prepared import load_layer
 from .operator import fc1_swiglu_fp8
 from .weights import PackedFC1
 
@@ -13,8 +15,8 @@ from .weights import PackedFC1
 class FC1SwiGLU(nn.Module):
     """RMSNorm + indexed AdaLN + FC1 + SwiGLU of a transformer block, in FP8: [..., H] in, [..., F] out.
 
-    Made by ``from_linear`` or ``from_packed``; or with dimensions alone, also on the meta device, to be loaded from a
-    state_dict. Until then its scales are NaN and so is its output.
+    Made by ``from_checkpoint``, ``from_linear`` or ``from_packed``; or with dimensions alone, also on the meta device,
+    to be loaded from a state_dict. Until then its scales are NaN and so is its output.
 
     Its buffers keep their dtypes: ``.to(torch.float16)``, ``.half()`` and the like move them at most, since codes cast
     to another type would be numbers without their scales. The row order travels in the state_dict and is checked when
@@ -81,6 +83,26 @@ class FC1SwiGLU(nn.Module):
         module.weight, module.weight_scale = packed
         module.norm_weight = norm_weight.detach()
         return module
+
+    @classmethod
+    def from_checkpoint(
+        cls, path: Path | str, layer: int | str, *, device: torch.device | str = "cpu", **options
+    ) -> "FC1SwiGLU":
+        """A layer of a checkpoint that ``h3mlp convert`` made, with its norm weight.
+
+        On the CPU it holds the pages of the file, not a copy.
+
+        Args:
+            path: the file, its index.json or its folder.
+            layer: the number of a transformer block, or a block's name, as in ``h3mlp.load_fc1``.
+            device: where it shall be.
+            **options: as in ``from_packed``.
+
+        Raises:
+            ValueError: not a prepared checkpoint, or a damaged one; no such layer; an option of wrong type or value.
+            OSError: a file cannot be read.
+        """
+        return cls.from_packed(*load_layer(path, layer, device), **options)
 
     @classmethod
     def from_linear(

@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 PLOT_FORMATS = ("pdf", "png", "svg")
 
@@ -64,11 +65,16 @@ def progress(*bar: ProgressColumn) -> Iterator[Callable[..., None]]:
         yield lambda step, done=None, total=None: shown.update(task, description=step, completed=done, total=total)
 
 
+def line(text: str) -> Text:
+    """Text that is not broken at the width of the terminal, as a path must not be."""
+    return Text(text, no_wrap=True, overflow="ignore")
+
+
 def show(content: object) -> None:
     if isinstance(content, dict):
         click.echo(json.dumps(content, indent=2))
     else:
-        Console(highlight=False, markup=False).print(content)
+        Console(highlight=False, markup=False).print(content, crop=False)
 
 
 def complain(message: str) -> None:

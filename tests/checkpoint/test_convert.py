@@ -196,7 +196,7 @@ class TestWhatIsWritten:
         tensors = checkpoint() | {"a.odd": torch.zeros(3, dtype=torch.uint8), "b.wide": torch.zeros(5)}
         for stored in open_prepared(converted(tensors, tmp_path, copy_others=True)).container.tensors.values():
             size = {"F32": 4, "BF16": 2}.get(stored.dtype, 1)
-            assert stored.offset % size == 0, stored
+            assert stored.offset % (size if stored.nbytes % 64 else 64) == 0, stored
 
     def test_a_folder_in_several_files(self, tmp_path, monkeypatch):
         monkeypatch.setattr("h3mlp.checkpoint.writer.SHARD_BYTES", 150_000)

@@ -15,17 +15,13 @@ pytest.importorskip("diffusers", reason="diffusers is not installed")
 import diffusers
 import minimax_h3
 from diffusers.models.transformers import transformer_minimax_h3 as original
+from minimax_h3 import BLOCKS as NAMES
+from minimax_h3 import fc1s, is_untouched
 from peft import LoraConfig
 
 from h3mlp import FC1SwiGLU, accuracy, reference
 from h3mlp.integrations import diffusers as integration
 
-NAMES = (
-    "token_refiner.refiner_blocks.0",
-    "token_refiner.refiner_blocks.1",
-    "transformer_blocks.0",
-    "transformer_blocks.1",
-)
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft", "ignore::FutureWarning")
@@ -34,15 +30,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft", "ignore::Fut
 @pytest.fixture
 def model() -> diffusers.MiniMaxH3Transformer3DModel:
     return minimax_h3.transformer()
-
-
-def fc1s(model: nn.Module) -> dict[str, FC1SwiGLU]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, FC1SwiGLU)}
-
-
-def is_untouched(model: nn.Module) -> bool:
-    kept = any(hasattr(model.get_submodule(name), "_h3mlp_kept") for name in NAMES)
-    return not fc1s(model) and type(model) is original.MiniMaxH3Transformer3DModel and not kept
 
 
 def calls(model: nn.Module, names) -> dict[str, tuple]:

@@ -1,5 +1,6 @@
 """The commands for checkpoints: convert, inspect, verify."""
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,18 +9,19 @@ import click
 from rich.progress import BarColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from .. import contract
-from ..terminal import json_option, progress, show
+from ..terminal import json_option, plot_option, progress, show
 
 CHECKPOINT = click.Path(path_type=Path)
 
 
 @contextmanager
-def _refusals() -> Iterator[None]:
+def _refusals(if_disk_is_full: str = "") -> Iterator[None]:
     """What is wrong with the files given is an error of the arguments: one line, exit code 2."""
     try:
         yield
     except (ValueError, OSError) as error:
-        raise click.ClickException(str(error)) from None
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise click.ClickException(str(error) + (if_disk_is_full if full else "")) from None
 
 
 def _bar():
@@ -89,7 +91,7 @@ def convert(
     """
     from . import convert as job
 
-    with _refusals(), _bar() as show_step:
+    with _refusals("; --resume goes on with what was finished"), _bar() as show_step:
         report = job.run(
             source,
             destination,
@@ -103,4 +105,52 @@ def convert(
     show(report.as_json() if as_json else job.render(report))
 
 
-ALL = (convert,)
+@click.command(short_help="Show what a checkpoint is, layer by layer.")
+@click.argument("path", metavar="FILE", type=CHECKPOINT)
+@_gate_order_option
+@json_option
+def inspect(path: Path, gate_order: str | None, as_json: bool) -> None:
+    """Show what a MiniMax-H3 checkpoint is, prepared or not, with a line for each FC1 layer. Reads no weights."""
+    from . import inspect as job
+
+    with _refusals():
+        found = job.run(path, gate_order)
+    show(found.as_json() if as_json else job.render(found))
+
+
+@click.command(short_help="Compare a prepared checkpoint with its source.")
+@click.argument("path", metavar="DST", type=CHECKPOINT)
+@click.option("--against", required=True, metavar="SRC", type=CHECKPOINT, help="What it was made of.")
+@click.option("--rows", type=click.IntRange(1, 4096), default=64, show_default=True, help="Rows of x.")
+@_gate_order_option
+@_lora_options
+@json_option
+@plot_option("the SNR by layer")
+def verify(
+    path: Path,
+    against: Path,
+    rows: int,
+    gate_order: str | None,
+    lora_files: tuple[Path, ...],
+    lora_scales: tuple[float, ...],
+    as_json: bool,
+    plot: Path | None,
+) -> int:
+    """Compare every weight of a prepared checkpoint with its source's, and the operator's output with the BF16 layer's.
+
+    Exit code 1 when a layer is off.
+    """
+    from . import verify as job
+
+    loras = _loras(lora_files, lora_scales)
+    with _refusals(), progress(BarColumn(), TimeRemainingColumn()) as show_step:
+        verified = job.run(path, against, rows, gate_order=gate_order, loras=loras, progress=show_step)
+    if plot:
+        job.plot(verified, plot)
+    show(verified.as_json() if as_json else job.render(verified))
+    if plot and not as_json:
+        click.echo(f"SNR by layer: {plot}")
+    return 0 if verified.ok else 1
+
+
+ALL = (convert, inspect, verify)

@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from .. import terminal
 from .._version import __version__
 from .container import SUFFIX, Container, Stored, open_checkpoint, prefetched
 from .hashing import hashing
@@ -228,7 +229,7 @@ def render(report: Report) -> RenderableType:
     for name, layer in description.layers.items():
         snr = "exact" if layer["action"] == "repacked" else "-" if layer["snr_db"] is None else f"{layer['snr_db']:.2f}"
         table.add_row(name, layer["form"], layer["gate_order"], _ACTIONS[layer["action"]], snr)
-    return Group(table, *summary(report))
+    return Group(table, *map(terminal.line, summary(report)))
 
 
 _ACTIONS = {

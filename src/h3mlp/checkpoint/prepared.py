@@ -102,11 +102,20 @@ class Prepared:
     def stored(self, layer: Layer, which: str) -> Stored:
         return self.container.tensors[tensor_name(layer, which)]
 
+    @property
+    def others(self) -> tuple[str, ...]:
+        """The names of the tensors that were copied."""
+        own = {tensor_name(layer, which) for layer in self.layers for which in TENSORS}
+        return tuple(name for name in self.container.tensors if name not in own)
+
+    def get(self, name: str) -> torch.Tensor:
+        """A tensor on the CPU, in the memory of the mapped file: nothing is read before it is used."""
+        with safe_open(self.container.tensors[name].file, "pt") as file:
+            return file.get_tensor(name)
+
     def load(self, layer: Layer, which: str) -> torch.Tensor:
-        """On the CPU, in the memory of the mapped file: nothing is read before it is used."""
-        stored = self.stored(layer, which)
-        with safe_open(stored.file, "pt") as file:
-            return file.get_tensor(stored.name)
+        """One of a layer's, likewise."""
+        return self.get(tensor_name(layer, which))
 
     def fc1(self, layer: Layer) -> PackedFC1:
         return PackedFC1(self.load(layer, WEIGHT), self.load(layer, SCALE), self.description.layout)
@@ -160,9 +169,9 @@ def _check_layer(container: Container, layer: str, description: Description) -> 
 
 
 def load_layer(
-    path: Path | str, layer: int | str, device: torch.device | str = "cpu"
+    path: "Path | str | Prepared", layer: int | str, device: torch.device | str = "cpu"
 ) -> tuple[PackedFC1, torch.Tensor]:
-    """The prepared weight of one layer, and its norm weight BF16 [H]. As ``load_fc1``."""
+    """The prepared weight of one layer, and its norm weight BF16 [H]. As ``load_fc1``; takes an opened one too."""
     prepared = path if isinstance(path, Prepared) else open_prepared(path)
     wanted = parse_layer(layer)
     if wanted not in prepared.layers:

@@ -92,10 +92,14 @@ class FC1Layer:
         """Whether its codes are taken over as they are."""
         return self.weight.dtype == "F8_E4M3" and self.granularity in ("channel", "tensor") and not self.pairs
 
+    def stored_row(self, row: int, is_up: bool) -> int:
+        """Where a row of the gate or the up half is in the weight as it is stored."""
+        return row + (self.ffn if is_up == (self.gate_order == "gate_up") else 0)
+
     def read(self, first: int, count: int) -> Rows:
         """Rows [first, first + count) of both halves."""
-        start = {"gate": 0, "up": self.ffn} if self.gate_order == "gate_up" else {"gate": self.ffn, "up": 0}
-        return Rows(first, **{half: self.weight.read(row + first, count) for half, row in start.items()})
+        gate, up = (self.weight.read(self.stored_row(first, is_up), count) for is_up in (False, True))
+        return Rows(first, gate, up)
 
     def read_norm(self) -> torch.Tensor:
         """BF16 [H].
@@ -127,7 +131,7 @@ class Opened:
         stored = rows.up if is_up else rows.gate
         fp32 = self._memory.like(stored).copy_(stored)
         if self._scale is not None:
-            self._apply_scale_(fp32, self._source_row(rows.first, is_up))
+            self._apply_scale_(fp32, self.source.stored_row(rows.first, is_up))
         if self._delta is not None:
             self._delta.add_(fp32, rows.first, is_up)
         return fp32
@@ -136,6 +140,10 @@ class Opened:
         """FP32 [F] of the gate rows and of the up rows, of a layer that is repacked."""
         first, second = self._scale.expand(2 * self.source.ffn).chunk(2)
         return (first, second) if self.source.gate_order == "gate_up" else (second, first)
+
+    def scale_range(self) -> tuple[float, float] | None:
+        """The least and the largest scale, if there are any."""
+        return None if self._scale is None else (self._scale.min().item(), self._scale.max().item())
 
     def check(self, rows: Rows) -> None:
         """
@@ -147,11 +155,8 @@ class Opened:
             if bad.any():
                 row = _first(bad.any(dim=1))
                 value = half[row].float()[bad[row]][0].item()
-                row += self._source_row(rows.first, is_up)
+                row += self.source.stored_row(rows.first, is_up)
                 raise ValueError(f"{self.source.weight.name} must be finite; row {row} has {value}")
-
-    def _source_row(self, first: int, is_up: bool) -> int:
-        return first + (self.source.ffn if is_up == (self.source.gate_order == "gate_up") else 0)
 
     def _apply_scale_(self, fp32: torch.Tensor, first: int) -> None:
         if self.source.granularity == "channel":

@@ -69,8 +69,7 @@ class Layout:
         self._places: dict[str, _Place] = {}
         for name, entries in self.files.items():
             begin = 0
-            # Wider elements first, as the safetensors library does, so that each is aligned to its own size.
-            for entry in sorted(entries, key=lambda entry: -_alignment(entry)):
+            for entry in sorted(entries, key=_alignment):
                 self._places[entry.name] = _Place(name, begin, entry)
                 begin += entry.nbytes
 
@@ -96,8 +95,9 @@ class Layout:
         return (json.dumps(content, indent=2) + "\n").encode()
 
 
-def _alignment(entry: Entry) -> int:
-    return DTYPES[entry.dtype].itemsize if entry.dtype in DTYPES else 1
+def _alignment(entry: Entry) -> tuple[bool, int]:
+    """Sizes of whole cache lines come first, so that all of them are aligned to one, then wider elements."""
+    return bool(entry.nbytes % 64), -DTYPES[entry.dtype].itemsize if entry.dtype in DTYPES else -1
 
 
 class Writer:

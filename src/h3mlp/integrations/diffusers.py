@@ -1,6 +1,7 @@
 """MiniMax-H3 of diffusers: norm2, modulation and FC1 + SwiGLU of its blocks replaced by the operator, in place.
 
-``apply(transformer)`` is all that a user needs. What it does to a block: ``ff.net[0]`` becomes an ``FC1SwiGLU``, which
+``apply(transformer)`` is all that a user needs, or ``load(folder)`` of what ``h3mlp convert --all`` wrote, which never
+has the BF16 weights of FC1 in memory. What ``apply`` does to a block: ``ff.net[0]`` becomes an ``FC1SwiGLU``, which
 holds the weight of ``norm2`` too; ``norm2`` becomes the identity; and a block with AdaLN gets a forward that hands the
 AdaLN tables to ``ff.net[0]`` instead of modulating. The class of such a block is then one of the same name from here.
 
@@ -10,16 +11,20 @@ All that rests on what four classes of diffusers compute (``KNOWN``), so that an
 import hashlib
 import inspect
 import io
+import json
 import textwrap
 import tokenize
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from .. import __version__, check
+from ..checkpoint import names
+from ..checkpoint.prepared import Prepared, open_prepared
 from ..module import FC1SwiGLU, linear_weight, rms_norm, unhooked
 
 try:
@@ -83,7 +88,8 @@ class MiniMaxH3Transformer3DModel(original.MiniMaxH3Transformer3DModel):
         """Refused: ``from_pretrained`` would find no FC1 weights in the files and make up random ones."""
         raise RuntimeError(
             "save_pretrained cannot save a transformer whose FC1 weights h3mlp holds in FP8: from_pretrained would not "
-            "find them. Save it before h3mlp.integrations.diffusers.apply, or after restore(transformer)"
+            "find them. Save it before h3mlp.integrations.diffusers.apply, or after restore(transformer); "
+            "`h3mlp convert --all` of what was saved gives a folder for h3mlp.integrations.diffusers.load"
         )
 
     def load_lora_adapter(self, pretrained_model_name_or_path_or_dict, *args, **kwargs):
@@ -133,6 +139,7 @@ class Report:
 def apply(
     transformer: original.MiniMaxH3Transformer3DModel,
     *,
+    checkpoint: Path | str | None = None,
     blocks: Iterable[int | str] | None = None,
     modulation: str = "fused",
     accumulate: str = "fp32",
@@ -146,6 +153,8 @@ def apply(
 
     Args:
         transformer: in BF16, with plain weights. LoRA on other layers than FC1 is kept.
+        checkpoint: what ``h3mlp convert`` made, to take norm2 and FC1 from. The model's own are not read: they may be
+            of any kind, and on the meta device. On the CPU the weights lie in the mapped file.
         blocks: which, by name ("transformer_blocks.3", "token_refiner.refiner_blocks.0") or, of transformer_blocks, by
             number. All, those of the token refiner included, unless given.
         modulation: "fused", or "eager" for the roundings of diffusers, as in ``h3mlp.fc1_swiglu_fp8``.
@@ -154,7 +163,8 @@ def apply(
 
     Raises:
         ValueError: the transformer is of another class, for training, compiled or offloaded already; a block is not
-            there, is replaced already, or has an FC1 that is not a plain BF16 linear layer. The message has its name.
+            there, is replaced already, or has an FC1 that is not a plain BF16 linear layer; the checkpoint is not
+            prepared, or has no such block or another size. The message has the block's name.
         NotImplementedError: a diffusers whose blocks compute something that this module does not know.
     """
     _check_diffusers()
@@ -162,15 +172,22 @@ def apply(
     check.modulation(modulation)
     check.accumulate(accumulate)
     chosen = _choose(transformer, blocks)
+    prepared = None if checkpoint is None else open_prepared(checkpoint)
     for name, block in chosen.items():
         _check_block(name, block)
+        if prepared is None:
+            _check_weights(name, block)
+        else:
+            _check_prepared(name, block, prepared, keep_weights)
     before = after = 0
-    for block in chosen.values():
+    options = {"modulation": modulation, "accumulate": accumulate}
+    for name, block in chosen.items():
         norm, swiglu = block.norm2, block.ff.net[0]
-        fc1 = FC1SwiGLU.from_linear(
-            swiglu.proj, norm, gate_order=GATE_ORDER, modulation=modulation, accumulate=accumulate
-        )
-        old_bytes = norm.weight.nbytes + swiglu.proj.weight.nbytes
+        if prepared is None:
+            fc1 = FC1SwiGLU.from_linear(swiglu.proj, norm, gate_order=GATE_ORDER, **options)
+        else:
+            fc1 = FC1SwiGLU.from_checkpoint(prepared, name, device=_device_of(block), eps=norm.eps, **options)
+        old_bytes = 2 * (fc1.norm_weight.numel() + fc1.weight.numel())
         before += old_bytes
         after += sum(buffer.nbytes for buffer in fc1.buffers()) + (old_bytes if keep_weights else 0)
         if keep_weights:
@@ -179,6 +196,59 @@ def apply(
         block.__class__ = _REPLACEMENT[type(block)]
     transformer.__class__ = MiniMaxH3Transformer3DModel
     return Report(tuple(chosen), before, after)
+
+
+@torch.no_grad()
+def load(folder: Path | str, *, device: torch.device | str = "cpu", **options) -> MiniMaxH3Transformer3DModel:
+    """The transformer of a folder that ``h3mlp convert --all`` made of one of diffusers, with ``apply`` done.
+
+    Precisions are those of ``from_pretrained(torch_dtype=torch.bfloat16)``: FP32 for the modules that diffusers keeps
+    in it, and BF16 for the rest. On the CPU, tensors that are stored so lie in the mapped files.
+
+    Args:
+        folder: with config.json.
+        device: where the model shall be.
+        **options: ``modulation`` and ``accumulate`` of ``apply``.
+
+    Raises:
+        ValueError: it is no such folder, or has not all tensors of the model, or others.
+        NotImplementedError: as ``apply``.
+        OSError: a file cannot be read.
+    """
+    from accelerate import init_empty_weights  # which nothing else here needs
+
+    prepared = open_prepared(folder)
+    config = prepared.container.files[0].with_name("config.json")
+    origin = next(iter(prepared.description.layers.values()))
+    if origin["naming"] != names.DIFFUSERS or not config.is_file():
+        raise ValueError(
+            f"folder must be what `h3mlp convert --all` made of a transformer's folder of diffusers, with config.json; "
+            f"{folder} is of {origin['source']}" + ("" if config.is_file() else " and has none")
+        )
+    with init_empty_weights(include_buffers=False):
+        model = original.MiniMaxH3Transformer3DModel.from_config(json.loads(config.read_text(encoding="utf-8")))
+    model.eval().requires_grad_(False)
+    apply(model, checkpoint=folder, **options)
+    prefix = names.parse(origin["source"]).prefix
+    rest = {
+        name.removeprefix(prefix): _in_its_precision(name, prepared.get(name)).to(device)
+        for name in prepared.others
+        if not name.endswith(".norm2.weight")
+    }
+    missing, unexpected = model.load_state_dict(rest, strict=False, assign=True)
+    missing = [name for name in missing if ".ff.net.0." not in name]
+    if missing or unexpected:
+        what = f"{unexpected[0]} is none of them" if unexpected else f"{missing[0]} is missing"
+        raise ValueError(f"{folder} must have the tensors of {type(model).__name__}; {what}")
+    return model.to(device)
+
+
+def _in_its_precision(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """As ``from_pretrained`` casts floating point."""
+    if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return tensor
+    kept = any(module in name.split(".") for module in original.MiniMaxH3Transformer3DModel._keep_in_fp32_modules)
+    return tensor.to(torch.float32 if kept else torch.bfloat16)
 
 
 def restore(transformer: original.MiniMaxH3Transformer3DModel) -> tuple[str, ...]:
@@ -265,11 +335,46 @@ def _check_block(name: str, block: nn.Module) -> None:
     unhooked(name, block)
     unhooked(f"{name}.ff", block.ff)
     unhooked(f"{name}.ff.net.0", swiglu)
-    weight = linear_weight(f"{name}.ff.net.0.proj", swiglu.proj)
+
+
+def _check_weights(name: str, block: nn.Module) -> None:
+    """What is quantized is what it seems to be."""
+    weight = linear_weight(f"{name}.ff.net.0.proj", block.ff.net[0].proj)
     check.fc1_weight(weight)
     norm_weight, eps = rms_norm(f"{name}.norm2", block.norm2)
     check.norm_weight(f"{name}.norm2.weight", norm_weight, weight.shape[1], weight.device)
     check.eps(eps)
+
+
+def _check_prepared(name: str, block: nn.Module, prepared: Prepared, keep_weights: bool) -> None:
+    """The checkpoint has what this block wants, and nothing is lost with what the block has."""
+    proj, norm = block.ff.net[0].proj, block.norm2
+    if not isinstance(proj, nn.Linear) or proj.bias is not None:
+        raise ValueError(
+            f"{name}.ff.net.0.proj must be a torch.nn.Linear without bias; it is a {check.class_of(proj)} "
+            "(LoRA adapters of FC1 are merged by `h3mlp convert --lora`)"
+        )
+    unhooked(f"{name}.ff.net.0.proj", proj)
+    if type(norm) is not nn.RMSNorm or len(norm.normalized_shape) != 1:
+        raise ValueError(f"{name}.norm2 must be a torch.nn.RMSNorm over the last dimension; it is {norm}")
+    unhooked(f"{name}.norm2", norm)
+    check.eps(norm.eps)
+    if names.parse_layer(name) not in prepared.layers:
+        raise ValueError(f"checkpoint must have {name}; {prepared.container.path} does not")
+    size, description = (proj.out_features, proj.in_features), prepared.description
+    if size != (2 * description.ffn, description.hidden):
+        raise ValueError(
+            f"checkpoint must have the size of {name}.ff.net.0.proj, {list(size)}; it has "
+            f"{[2 * description.ffn, description.hidden]}"
+        )
+    if keep_weights and (proj.weight.is_meta or norm.weight.is_meta):
+        raise ValueError(f"keep_weights must be False, since the weights of {name} are not loaded; it is True")
+
+
+def _device_of(block: nn.Module) -> torch.device:
+    """Where the layer after FC1 is; the CPU while that is nowhere yet."""
+    device = next(block.ff.net[-1].parameters()).device
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 def _check_diffusers() -> None:

@@ -1,0 +1,267 @@
+"""``h3mlp verify``: whether a prepared checkpoint is its source, layer by layer.
+
+The usual mistakes are silent: halves exchanged, rows reordered without their scales, or not reordered. All of them
+leave numbers that look like weights. So every weight is compared with its source's, in the order that is claimed and in
+those that the mistakes would give, and the operator's output with that of the BF16 layer.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from .. import contract, dispatch, synthetic, terminal
+from ..accuracy import compare
+from ..operator import fc1_swiglu_fp8
+from .comparison import SAME_WEIGHT_DB, Comparison, decibels
+from .container import open_checkpoint
+from .lora import open_lora
+from .prepared import NORM, Prepared, open_prepared
+from .source import FC1Layer, fc1_layers, with_loras
+
+ROUNDED_ONCE_DB = 24.5
+"""Of a row. Rounding to E4M3 changes a number by 1/17 of it at most: 24.6 dB. Subnormal codes, below a 28,672th of the
+row's largest number, add 10^-7 of its power at most."""
+
+OUTPUT_DB = 20.0
+"""Rounding errors of 2.6% RMS in x and one or two of them in the weight are 26 to 24 dB in the output. Exchanged halves
+give about 0 dB."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A layer beside its source.
+
+    Attributes:
+        layer: its place in the model.
+        form: of the source.
+        snr_db: of the dequantized weight; infinite where it is exact.
+        worst_row: in the source's order, and
+        worst_row_db: its SNR.
+        exchanged_db: the SNR if the halves were the other way round.
+        output_db: of the operator's output against the BF16 layer's.
+        exchanged_output_db: the same with the halves the other way round; None for a layer that is right.
+        faults: what is wrong.
+    """
+
+    layer: str
+    form: str
+    snr_db: float
+    worst_row: int
+    worst_row_db: float
+    exchanged_db: float
+    output_db: float
+    exchanged_output_db: float | None
+    faults: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A prepared checkpoint beside its source."""
+
+    path: Path
+    against: Path
+    rows: int
+    device: str
+    checks: tuple[Check, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not any(check.faults for check in self.checks)
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON has no Inf: where the weight is exact, the SNR is null."""
+        checks = [
+            {
+                key: None if isinstance(value, float) and not math.isfinite(value) else value
+                for key, value in plain.items()
+            }
+            for plain in map(asdict, self.checks)
+        ]
+        plain = {"path": str(self.path), "against": str(self.against), "rows": self.rows, "device": self.device}
+        return {**plain, "ok": self.ok, "layers": checks}
+
+
+def run(
+    path: Path,
+    against: Path,
+    rows: int = 64,
+    *,
+    gate_order: str | None = None,
+    loras: Sequence[tuple[Path, float]] = (),
+    progress: Callable[[str, float, float], None] = lambda *_: None,
+) -> Verified:
+    """Compare a prepared checkpoint with the one it was made of, or with another of the same weights.
+
+    Args:
+        path: the prepared checkpoint.
+        against: its source, in any form.
+        rows: of the synthetic activations.
+        gate_order: of the source, where it is not as its names say.
+        loras: the adapters that were merged, with their factors.
+        progress: takes the current step, and how many layers of how many are done.
+
+    Raises:
+        ValueError: one of them is not what it must be, they have other layers or sizes, or the adapters are not those
+            that were merged.
+        OSError: a file cannot be read.
+    """
+    prepared = open_prepared(path)
+    container = open_checkpoint(against)
+    layers = fc1_layers(container, gate_order)
+    shapes = {layer: found.weight.shape for layer, found in layers.items()}
+    adapters = [open_lora(file, scale, shapes) for file, scale in loras]
+    layers = with_loras(layers, adapters)
+    merged = sorted((lora["name"], lora["scale"]) for lora in prepared.description.loras)
+    given = sorted((adapter.path.name, adapter.scale) for adapter in adapters)
+    if merged != given:
+        raise ValueError(
+            f"--lora must be given as for {path}, which has {_loras(merged)} merged; given: {_loras(given)}"
+        )
+    if set(prepared.layers) != set(layers):
+        odd = min(set(prepared.layers) ^ set(layers))
+        raise ValueError(f"{path} and {against} must have the same layers; only one has {odd}")
+    size = (2 * prepared.description.ffn, prepared.description.hidden)
+    if size != next(iter(shapes.values())):
+        raise ValueError(
+            f"{path} must be as large as {against}, {list(next(iter(shapes.values())))}; it is {list(size)}"
+        )
+    device, _ = dispatch.best()
+    checks = []
+    for number, (layer, found) in enumerate(layers.items()):
+        progress(str(layer), number, len(layers))
+        checks.append(_check(prepared, found, rows, device))
+    return Verified(path, against, rows, str(device), tuple(checks))
+
+
+def _loras(loras: Sequence[tuple[str, float]]) -> str:
+    return ", ".join(f"{name} x {scale:g}" for name, scale in loras) or "none"
+
+
+def _check(prepared: Prepared, source: FC1Layer, rows: int, device: torch.device) -> Check:
+    layer = source.layer
+    recorded = prepared.description.layers[str(layer)]
+    weights = Comparison(prepared, source)
+    faults = [*weights.damaged]
+    if not torch.equal(prepared.load(layer, NORM), source.read_norm()):
+        faults.append("its norm weight is another")
+    made_of_this = (recorded["form"].split(" + ")[0], recorded["source"]) == (
+        source.form.split(" + ")[0],
+        source.weight.name,
+    )
+    least = math.inf if source.repacked else ROUNDED_ONCE_DB if made_of_this else SAME_WEIGHT_DB
+    faults += weights.faults(least)
+    output, exchanged = _outputs(prepared, source, weights.bf16, rows, device, both=bool(faults))
+    if not output >= OUTPUT_DB:
+        if exchanged is None:
+            output, exchanged = _outputs(prepared, source, weights.bf16, rows, device, both=True)
+        faults.append(f"its output is off: {output:.1f} dB, {exchanged:.1f} dB with the halves exchanged")
+    worst = int(weights.snr_db.argmin())
+    return Check(
+        layer=str(layer),
+        form=source.form,
+        snr_db=decibels(weights.signal.sum().item(), weights.noise.sum().item()),
+        worst_row=source.stored_row(worst % source.ffn, is_up=worst >= source.ffn),
+        worst_row_db=weights.snr_db[worst].item(),
+        exchanged_db=decibels(*weights.exchanged),
+        output_db=output,
+        exchanged_output_db=exchanged,
+        faults=tuple(faults),
+    )
+
+
+def _outputs(
+    prepared: Prepared, source: FC1Layer, bf16: torch.Tensor, rows: int, device: torch.device, both: bool
+) -> tuple[float, float | None]:
+    """SNR of the operator's output against the BF16 layer's, and against that of the halves exchanged."""
+    batch = synthetic.layer(rows, source.hidden, contract.FFN_MULTIPLE)
+    layer = replace(batch, weight=bf16, x_norm_weight=source.read_norm()).to(device)
+    fc1 = prepared.fc1(source.layer).to(device)
+    norm = prepared.load(source.layer, NORM).to(device)
+    y = fc1_swiglu_fp8(layer.x, norm, *layer.activations[2:], *fc1)
+    output = compare(y, layer.forward_bf16()).snr_db
+    if not both:
+        return output, None
+    exchanged = replace(layer, weight=torch.cat(layer.weight.chunk(2)[::-1]))
+    return output, compare(y, exchanged.forward_bf16()).snr_db
+
+
+def render(verified: Verified) -> RenderableType:
+    """A line a layer, and the verdict."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("layer")
+    table.add_column("source")
+    for title in ("weight dB", "worst row", "output dB"):
+        table.add_column(title, justify="right")
+    table.add_column("")
+    for check in verified.checks:
+        worst = (
+            "-"
+            if math.isinf(check.worst_row_db) and check.worst_row_db > 0
+            else f"{check.worst_row_db:.1f} ({check.worst_row})"
+        )
+        verdict = "OFF" if check.faults else "ok"
+        table.add_row(check.layer, check.form, _cell(check.snr_db), worst, f"{check.output_db:.1f}", verdict)
+    return Group(table, "", *map(terminal.line, _verdict(verified)))
+
+
+def _cell(db: float) -> str:
+    return "exact" if math.isinf(db) and db > 0 else f"{db:.2f}"
+
+
+def _verdict(verified: Verified) -> Iterator[str]:
+    off = [check for check in verified.checks if check.faults]
+    for check in off:
+        for fault in check.faults:
+            yield f"{check.layer}: {fault}"
+    count = len(verified.checks)
+    if off:
+        yield f"FAILED: {len(off)} of {count} layers are off"
+    else:
+        yield f"OK: {count} layers are those of {verified.against}"
+
+
+def plot(verified: Verified, path: Path) -> None:
+    """Draw the SNR by layer into ``path``, whose ending names the format. The file appears whole or not at all."""
+    from matplotlib.figure import Figure  # an extra, asked for by --plot alone
+    from matplotlib.ticker import MaxNLocator
+
+    from ..bench.plot import save_figure
+
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    axes = figure.subplots()
+    lines = {
+        "dequantized weight": ([check.snr_db for check in verified.checks], "#1d3557", "s"),
+        "its worst row": ([check.worst_row_db for check in verified.checks], "#457b9d", "v"),
+        "output": ([check.output_db for check in verified.checks], "#c1121f", "o"),
+    }
+    for label, (values, color, marker) in lines.items():
+        finite = [(i, value) for i, value in enumerate(values) if math.isfinite(value)]
+        exact = "" if finite else " (exact)"
+        axes.plot(
+            *zip(*finite, strict=True) if finite else ([], []),
+            label=label + exact,
+            color=color,
+            marker=marker,
+            markersize=5,
+        )
+    off = [i for i, check in enumerate(verified.checks) if check.faults]
+    for i in off:
+        axes.axvspan(i - 0.5, i + 0.5, color="#f28482", alpha=0.35, linewidth=0, label="off" if i == off[0] else None)
+    axes.axhline(OUTPUT_DB, color="#c1121f", linewidth=1, linestyle=":", label="least output")
+    names = [check.layer for check in verified.checks]
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=16, integer=True))
+    axes.xaxis.set_major_formatter(lambda value, _: names[int(value)] if value in range(len(names)) else "")
+    axes.tick_params(axis="x", labelrotation=45)
+    axes.set(ylabel="SNR / dB", title=f"{verified.path.name} against {verified.against.name}")
+    axes.set_xlim(-0.6, len(names) - 0.4)
+    axes.grid(axis="y", color="0.88", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", frameon=False, ncols=5)
+    save_figure(figure, path)

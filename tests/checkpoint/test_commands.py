@@ -1,0 +1,198 @@
+"""convert, inspect and verify as a user calls them; once at the model's real size."""
+
+import json
+import os
+import subprocess
+import sys
+
+import checkpoints
+import pytest
+import torch
+from checkpoints import checkpoint, converted, save
+from helpers import bits
+
+import h3mlp
+from h3mlp import cli, contract
+
+
+def call(capsys, *arguments):
+    """Exit code, stdout and stderr."""
+    with pytest.raises(SystemExit) as stop:
+        cli.main([str(argument) for argument in arguments])
+    shown = capsys.readouterr()
+    return stop.value.code or 0, shown.out, shown.err
+
+
+@pytest.fixture
+def source(tmp_path):
+    return save(checkpoint("diffusers"), tmp_path / "source.safetensors")
+
+
+def test_the_whole_way(source, tmp_path, capsys):
+    prepared, plot = tmp_path / "prepared.safetensors", tmp_path / "snr.png"
+    code, out, err = call(capsys, "convert", source, prepared, "--all")
+    assert (code, err) == (0, "")
+    assert "blocks.1" in out
+    assert "3 layers; 7 tensors copied, 0 left out" in out
+    code, out, err = call(capsys, "inspect", prepared)
+    assert (code, err) == (0, "")
+    assert "a prepared checkpoint of h3mlp" in out
+    code, out, err = call(capsys, "verify", prepared, "--against", source, "--rows", "8", "--plot", plot)
+    assert (code, err) == (0, "")
+    assert f"OK: 3 layers are those of {source}" in out
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_json(source, tmp_path, capsys):
+    prepared = tmp_path / "prepared.safetensors"
+    code, out, _ = call(capsys, "convert", source, prepared, "--json")
+    report = json.loads(out)
+    assert code == 0
+    assert report["destination"] == str(prepared)
+    assert report["bytes_read"] == 3 * 256 * 256 * 2
+    assert report["description"]["layers"]["blocks.0"]["action"] == "quantized"
+    assert json.loads(call(capsys, "inspect", prepared, "--json")[1])["prepared"] is True
+    verified = json.loads(call(capsys, "verify", prepared, "--against", source, "--json")[1])
+    assert verified["ok"] is True
+    assert [layer["layer"] for layer in verified["layers"]] == ["blocks.0", "blocks.1", "token_refiner.blocks.0"]
+
+
+def test_a_layer_that_is_off_is_exit_code_1(source, tmp_path, capsys):
+    prepared, plot = tmp_path / "prepared.safetensors", tmp_path / "snr.svg"
+    call(capsys, "convert", source, prepared, "--gate-order", "gate_up")
+    code, out, err = call(capsys, "verify", prepared, "--against", source, "--plot", plot)
+    assert (code, err) == (1, "")
+    assert "FAILED: 3 of 3 layers are off" in out
+    assert "blocks.0: its halves are exchanged" in out
+    assert plot.read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("convert", "{none}", "{new}"), "No such file or directory"),
+        (("convert", "{bad}", "{new}"), "is 3 bytes, cut off or something else"),
+        (("convert", "{source}", "{source}"), "must be another file or folder than the source"),
+        (("convert", "{source}", "{new}", "--gate-order", "gate"), "Invalid value for '--gate-order'"),
+        (
+            ("convert", "{source}", "{new}", "--lora-scale", "1"),
+            "--lora-scale must be given for each --lora or for none",
+        ),
+        (("convert", "{source}", "{new}", "--lora", "{none}"), "No such file or directory"),
+        (("convert", "{source}", "{new}", "--lora", "{source}"), "must belong to a linear layer of MiniMax-H3"),
+        (("inspect", "{bad}"), "is 3 bytes, cut off or something else"),
+        (("inspect", "{folder}/x"), "No such file or directory"),
+        (("verify", "{source}", "--against", "{source}"), "must be a prepared checkpoint; it is not"),
+        (("verify", "{source}"), "Missing option '--against'"),
+    ],
+)
+def test_refusals_are_one_line_and_exit_code_2(source, tmp_path, capsys, arguments, message):
+    bad = tmp_path / "bad.safetensors"
+    bad.write_bytes(b"bad")
+    names = {"none": tmp_path / "none.safetensors", "bad": bad, "source": source, "folder": tmp_path}
+    names["new"] = tmp_path / "new.safetensors"
+    code, out, err = call(capsys, *(argument.format(**names) for argument in arguments))
+    assert (code, out) == (2, "")
+    assert err.startswith("h3mlp: error: ")
+    assert message in err
+    assert err.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.safetensors", "source.safetensors"]
+
+
+def test_a_full_disk_is_exit_code_2(source, tmp_path, capsys, monkeypatch):
+    """What is finished stays for --resume."""
+    from h3mlp.checkpoint.writer import Writer
+
+    def full(*_arguments, **_options):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Writer, "finish", full)
+        code, _, err = call(capsys, "convert", source, tmp_path / "prepared")
+    assert code == 2
+    assert err == "h3mlp: error: [Errno 28] No space left on device; --resume goes on with what was finished\n"
+    assert not (tmp_path / "prepared").exists()
+    assert call(capsys, "convert", source, tmp_path / "prepared", "--resume")[0] == 0
+
+
+def test_two_adapters_with_a_scale_each(source, tmp_path, capsys):
+    content = {
+        f"blocks.0.mlp.fc1.lora_{name}.weight": torch.zeros(shape) for name, shape in (("A", (4, 256)), ("B", (256, 4)))
+    }
+    loras = [save(content, tmp_path / f"{i}.safetensors") for i in range(2)]
+    given = ("--lora", loras[0], "--lora-scale", "0.5", "--lora", loras[1], "--lora-scale", "-2")
+    code, out, _ = call(capsys, "convert", source, tmp_path / "prepared.safetensors", *given, "--json")
+    assert code == 0
+    assert [lora["scale"] for lora in json.loads(out)["description"]["loras"]] == [0.5, -2.0]
+    assert call(capsys, "verify", tmp_path / "prepared.safetensors", "--against", source, *given)[0] == 0
+    assert "0.safetensors merged, scale 0.5" in call(capsys, "inspect", tmp_path / "prepared.safetensors")[1]
+
+
+MEASURED = """
+import sys
+from h3mlp.cli import main
+try:
+    main(sys.argv[1:])
+finally:
+    print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")), file=sys.stderr)
+"""
+
+
+def run_measured(*arguments):
+    """Exit code, and the most memory that was in use, in bytes."""
+    command = [sys.executable, "-c", MEASURED, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    return done.returncode, 1024 * int(done.stderr.splitlines()[-1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is measured by /proc")
+@pytest.mark.parametrize("form", ["BF16", "FP32"])
+def test_two_layers_of_real_size(tmp_path, form):
+    """In bounded memory: torch itself takes 0.25 GB, the rows in work 0.1 GB; a layer would be 0.3 GB in BF16, 0.6 in
+    FP32. Verifying keeps the layer in BF16, and one prepared."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for i in range(2 if form == "BF16" else 1):
+        shape, dtype = (contract.FC1_ROWS, contract.HIDDEN), checkpoints._DTYPES[form]
+        weight = torch.empty(shape, dtype=dtype).normal_(0, contract.HIDDEN**-0.5, generator=generator)
+        tensors[f"transformer_blocks.{i}.ff.net.0.proj.weight"] = weight
+        tensors[f"transformer_blocks.{i}.norm2.weight"] = torch.ones(contract.HIDDEN).bfloat16()
+    source = save(tensors, tmp_path / "source.safetensors")
+    code, memory = run_measured("convert", source, tmp_path / "prepared.safetensors")
+    assert code == 0
+    assert memory < 0.6e9
+    if form == "BF16":
+        code, memory = run_measured("verify", tmp_path / "prepared.safetensors", "--against", source, "--rows", 16)
+        assert code == 0
+        assert memory < 1.2e9
+        want = h3mlp.PackedFC1.from_bf16(tensors["transformer_blocks.1.ff.net.0.proj.weight"], gate_order="up_gate")
+        got = h3mlp.load_fc1(tmp_path / "prepared.safetensors", 1)
+        assert torch.equal(bits(got.weight), bits(want.weight))
+        assert torch.equal(got.scale, want.scale)
+
+
+def test_progress_is_shown_on_a_terminal(tmp_path):
+    """The layer, the speed and the time that is left, on stderr alone."""
+    pty = pytest.importorskip("pty")
+    source = save(checkpoint(layers=8), tmp_path / "source.safetensors")
+    pid, terminal = pty.fork()
+    if not pid:
+        os.environ |= {"TERM": "xterm", "COLUMNS": "120"}
+        os.execv(
+            sys.executable, [sys.executable, "-m", "h3mlp", "convert", str(source), str(tmp_path / "p.safetensors")]
+        )
+    shown = b""
+    try:
+        while part := os.read(terminal, 4096):
+            shown += part
+    except OSError:  # the other end was closed
+        pass
+    assert os.waitpid(pid, 0)[1] == 0
+    assert b"B/s" in shown
+    assert b"blocks." in shown
+
+
+def test_converted_helper_and_command_agree(source, tmp_path, capsys):
+    call(capsys, "convert", source, tmp_path / "prepared.safetensors")
+    want = converted(checkpoint("diffusers"), tmp_path / "other")
+    assert (tmp_path / "prepared.safetensors").read_bytes() == want.read_bytes()
