@@ -1,18 +1,14 @@
-"""convert, inspect and verify as a user calls them; once at the model's real size."""
+"""convert, inspect and verify as a user calls them."""
 
 import json
 import os
-import subprocess
 import sys
 
-import checkpoints
 import pytest
 import torch
 from checkpoints import checkpoint, converted, save
-from helpers import bits
 
-import h3mlp
-from h3mlp import cli, contract
+from h3mlp import cli
 
 
 def call(capsys, *arguments):
@@ -126,49 +122,6 @@ def test_two_adapters_with_a_scale_each(source, tmp_path, capsys):
     assert [lora["scale"] for lora in json.loads(out)["description"]["loras"]] == [0.5, -2.0]
     assert call(capsys, "verify", tmp_path / "prepared.safetensors", "--against", source, *given)[0] == 0
     assert "0.safetensors merged, scale 0.5" in call(capsys, "inspect", tmp_path / "prepared.safetensors")[1]
-
-
-MEASURED = """
-import sys
-from h3mlp.cli import main
-try:
-    main(sys.argv[1:])
-finally:
-    print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")), file=sys.stderr)
-"""
-
-
-def run_measured(*arguments):
-    """Exit code, and the most memory that was in use, in bytes."""
-    command = [sys.executable, "-c", MEASURED, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    return done.returncode, 1024 * int(done.stderr.splitlines()[-1])
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is measured by /proc")
-@pytest.mark.parametrize("form", ["BF16", "FP32"])
-def test_two_layers_of_real_size(tmp_path, form):
-    """In bounded memory: torch itself takes 0.25 GB, the rows in work 0.1 GB; a layer would be 0.3 GB in BF16, 0.6 in
-    FP32. Verifying keeps the layer in BF16, and one prepared."""
-    generator = torch.Generator().manual_seed(0)
-    tensors = {}
-    for i in range(2 if form == "BF16" else 1):
-        shape, dtype = (contract.FC1_ROWS, contract.HIDDEN), checkpoints._DTYPES[form]
-        weight = torch.empty(shape, dtype=dtype).normal_(0, contract.HIDDEN**-0.5, generator=generator)
-        tensors[f"transformer_blocks.{i}.ff.net.0.proj.weight"] = weight
-        tensors[f"transformer_blocks.{i}.norm2.weight"] = torch.ones(contract.HIDDEN).bfloat16()
-    source = save(tensors, tmp_path / "source.safetensors")
-    code, memory = run_measured("convert", source, tmp_path / "prepared.safetensors")
-    assert code == 0
-    assert memory < 0.6e9
-    if form == "BF16":
-        code, memory = run_measured("verify", tmp_path / "prepared.safetensors", "--against", source, "--rows", 16)
-        assert code == 0
-        assert memory < 1.2e9
-        want = h3mlp.PackedFC1.from_bf16(tensors["transformer_blocks.1.ff.net.0.proj.weight"], gate_order="up_gate")
-        got = h3mlp.load_fc1(tmp_path / "prepared.safetensors", 1)
-        assert torch.equal(bits(got.weight), bits(want.weight))
-        assert torch.equal(got.scale, want.scale)
 
 
 def test_progress_is_shown_on_a_terminal(tmp_path):

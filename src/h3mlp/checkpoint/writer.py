@@ -10,6 +10,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,6 +124,7 @@ class Writer:
         self._crcs: dict[str, int] = {}
         self._files: dict[str, Any] = {}
         self._discarded = False
+        self._disk = ThreadPoolExecutor(1)
         self._folder.mkdir(exist_ok=True)
         self._lock = filelock.FileLock(self._folder / "lock")
         try:
@@ -148,6 +150,7 @@ class Writer:
         return self
 
     def __exit__(self, *_error) -> None:
+        self._disk.shutdown()
         for file in (*self._files.values(), self._journal):
             with suppress(OSError):  # a full disk: what was raised first says so
                 file.close()
@@ -222,6 +225,8 @@ class Writer:
         """A unit is complete. Returns the record with the checksums of its tensors."""
         for file in self._files.values():
             file.flush()
+            # Begun early, the disk is done with it when the last unit comes. What fails, fails again at the end.
+            self._disk.submit(os.fsync, file.fileno())
         record = {"unit": unit, **record, "crc32": {name: self._crcs.pop(name, 0) for name in names}}
         self._journal.write(json.dumps(record) + "\n")
         self._journal.flush()
@@ -230,6 +235,7 @@ class Writer:
 
     def publish(self, metadata: Mapping[str, str], beside: Mapping[str, bytes]) -> None:
         """Write the headers, the index and what lies beside, and put all in the destination's place."""
+        self._disk.shutdown()
         for name, file in self._files.items():
             header = self._layout.header(name, metadata)
             room = self._room[name] - 8
