@@ -82,7 +82,7 @@ class Comparison:
             yield f"{int(bad.sum())} of its rows are off, the first is row {first} of {self._source.weight.name}"
         elif decibels(*self.exchanged) >= SAME_WEIGHT_DB:
             yield "its halves are exchanged: gate and up are the other way round"
-        elif self.cosine.median() >= SAME_DIRECTION:
+        elif self.cosine.nanmedian() >= SAME_DIRECTION:
             yield "its scales are not those of their rows: the codes are right"
         elif (order := self._linear_order()) is not None:
             yield f"its rows are not packed: they are in order {order}"

@@ -150,12 +150,7 @@ def _check(prepared: Prepared, source: FC1Layer, rows: int, device: torch.device
     faults = [*weights.damaged]
     if not torch.equal(prepared.load(layer, NORM), source.read_norm()):
         faults.append("its norm weight is another")
-    made_of_this = (recorded["form"].split(" + ")[0], recorded["source"]) == (
-        source.form.split(" + ")[0],
-        source.weight.name,
-    )
-    least = math.inf if source.repacked else ROUNDED_ONCE_DB if made_of_this else SAME_WEIGHT_DB
-    faults += weights.faults(least)
+    faults += weights.faults(_least_db(source, recorded))
     output, exchanged = _outputs(prepared, source, weights.bf16, rows, device, both=bool(faults))
     if not output >= OUTPUT_DB:
         if exchanged is None:
@@ -173,6 +168,13 @@ def _check(prepared: Prepared, source: FC1Layer, rows: int, device: torch.device
         exchanged_output_db=exchanged,
         faults=tuple(faults),
     )
+
+
+def _least_db(source: FC1Layer, recorded: dict[str, Any]) -> float:
+    """What every row must have. Another form of the same weights was rounded by itself."""
+    if (recorded["source"], recorded["form"].split(" + ")[0]) != (source.weight.name, source.form):
+        return SAME_WEIGHT_DB
+    return math.inf if source.repacked else ROUNDED_ONCE_DB
 
 
 def _outputs(
