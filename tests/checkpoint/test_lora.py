@@ -9,10 +9,17 @@ import torch
 from checkpoints import FFN, HIDDEN, checkpoint, converted, expected, save
 from safetensors.torch import load_file
 
+from h3mlp.checkpoint import units
 from h3mlp.checkpoint.convert import run
 from h3mlp.checkpoint.prepared import open_prepared
 
 RANK = 4
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch):
+    """Each half of 128 rows in three steps."""
+    monkeypatch.setattr(units, "STEP_ROWS", 48)
 
 
 def pair(generator, rank=RANK, rows=2 * FFN, hidden=HIDDEN):
