@@ -35,9 +35,18 @@ def compare(got: torch.Tensor, reference: torch.Tensor) -> Accuracy:
         noise += (a.double() - b.double()).square().sum().item()
         signal += b.double().square().sum().item()
         equal += (a == b).sum().item()
-    ratio = noise / signal if signal else (0.0 if noise == 0 else math.inf)
-    snr = -10 * math.log10(ratio) if ratio > 0 else (math.inf if ratio == 0 else math.nan)
-    return Accuracy(math.sqrt(ratio), snr, equal / got.numel(), got.shape[0])
+    relative_rms = math.sqrt(_noise_ratio(signal, noise))
+    return Accuracy(relative_rms, decibels(signal, noise), equal / got.numel(), got.shape[0])
+
+
+def decibels(signal: float, noise: float) -> float:
+    """The ratio of two powers: infinite without noise, minus infinity for noise alone, NaN where either is."""
+    ratio = _noise_ratio(signal, noise)
+    return -10 * math.log10(ratio) if ratio > 0 else (math.inf if ratio == 0 else math.nan)
+
+
+def _noise_ratio(signal: float, noise: float) -> float:
+    return noise / signal if signal else (0.0 if noise == 0 else math.inf)
 
 
 def spread(rows: int, sample: int) -> torch.Tensor:

@@ -265,13 +265,21 @@ def rms_norm(name: str, module: nn.Module) -> tuple[torch.Tensor, float | None]:
     """Weight and eps of a plain RMSNorm. Which eps torch puts for None depends on its version.
 
     Raises:
-        ValueError: it is anything else, or has no weight.
+        ValueError: it is anything else, or its weight is not there in BF16.
+    """
+    plain_rms_norm(name, module)
+    _loaded_bf16(f"{name}.weight", module.weight)
+    return module.weight, module.eps
+
+
+def plain_rms_norm(name: str, module: nn.Module) -> None:
+    """
+    Raises:
+        ValueError: it is anything but an RMSNorm over the last dimension with a weight, loaded or not.
     """
     if type(module) is not nn.RMSNorm or module.weight is None or len(module.normalized_shape) != 1:
         raise ValueError(f"{name} must be a torch.nn.RMSNorm over the last dimension, with a weight; it is {module}")
     unhooked(name, module)
-    _loaded_bf16(f"{name}.weight", module.weight)
-    return module.weight, module.eps
 
 
 def unhooked(name: str, module: nn.Module) -> None:

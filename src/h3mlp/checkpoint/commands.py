@@ -24,10 +24,6 @@ def _refusals(if_disk_is_full: str = "") -> Iterator[None]:
         raise click.ClickException(str(error) + (if_disk_is_full if full else "")) from None
 
 
-def _bar():
-    return progress(BarColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-
-
 _gate_order_option = click.option(
     "--gate-order",
     type=click.Choice(contract.GATE_ORDER),
@@ -91,7 +87,8 @@ def convert(
     """
     from . import convert as job
 
-    with _refusals("; --resume goes on with what was finished"), _bar() as show_step:
+    bar = progress(BarColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with _refusals("; --resume goes on with what was finished"), bar as show_step:
         report = job.run(
             source,
             destination,

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from .. import contract
-from ..accuracy import spread
+from ..accuracy import decibels, spread
 from .packer import STEP_ROWS
 from .prepared import SCALE, TENSORS, WEIGHT, Prepared
 from .source import FC1Layer
@@ -117,10 +117,3 @@ class Comparison:
             crc = crc_of_weight if which == WEIGHT else zlib.crc32(stored.read_bytes(0, stored.nbytes))
             if crc != recorded[which]:
                 yield f"{stored.name} is damaged: its bytes are not those that were written"
-
-
-def decibels(signal: float, noise: float) -> float:
-    """A signal-to-noise ratio; infinite without noise."""
-    if not noise:
-        return math.inf
-    return 10 * math.log10(signal / noise) if signal else -math.inf

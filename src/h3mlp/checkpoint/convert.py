@@ -20,9 +20,9 @@ from .. import terminal
 from .._version import __version__
 from .container import SUFFIX, Container, Stored, open_checkpoint, prefetched
 from .hashing import hashing
-from .lora import Lora, open_lora
+from .lora import Lora
 from .names import Layer
-from .prepared import TENSORS, Description, check_replaceable, is_prepared, tensor_name
+from .prepared import TENSORS, Description, check_replaceable, is_prepared, snr_text, tensor_name
 from .source import FC1Layer, fc1_layers, with_loras
 from .units import CopyUnit, LayerUnit, Unit, describe
 from .writer import Layout, Writer
@@ -154,12 +154,10 @@ def _open(source: Path, gate_order: str | None, loras: Sequence[tuple[Path, floa
     container = open_checkpoint(source)
     if is_prepared(container):
         raise ValueError(f"{source} must not be prepared yet; it is: it can be loaded as it is")
-    layers = fc1_layers(container, gate_order)
-    shapes = {layer: found.weight.shape for layer, found in layers.items()}
-    adapters = tuple(open_lora(path, scale, shapes) for path, scale in loras)
+    layers, adapters = with_loras(fc1_layers(container, gate_order), loras)
     consumed = {name for found in layers.values() for name in found.consumed}
     others = tuple(stored for name, stored in container.tensors.items() if name not in consumed)
-    return _Job(container, with_loras(layers, adapters), adapters, others)
+    return _Job(container, layers, adapters, others)
 
 
 def _write(todo: Sequence[Unit], writer: Writer, progress: Progress) -> None:
@@ -227,7 +225,7 @@ def render(report: Report) -> RenderableType:
     ):
         table.add_column(title, justify=justify)
     for name, layer in description.layers.items():
-        snr = "exact" if layer["action"] == "repacked" else "-" if layer["snr_db"] is None else f"{layer['snr_db']:.2f}"
+        snr = snr_text(layer["action"], layer["snr_db"])
         table.add_row(name, layer["form"], layer["gate_order"], _ACTIONS[layer["action"]], snr)
     return Group(table, *map(terminal.line, summary(report)))
 

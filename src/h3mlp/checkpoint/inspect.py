@@ -10,7 +10,7 @@ from rich.table import Table
 
 from .. import terminal
 from .container import Container, open_checkpoint
-from .prepared import SCALE, WEIGHT, Prepared, is_prepared, open_prepared
+from .prepared import SCALE, WEIGHT, Prepared, is_prepared, open_prepared, snr_text
 from .source import fc1_layers
 
 
@@ -134,8 +134,8 @@ def render(found: Inspected) -> RenderableType:
     table.add_column("SNR dB", justify="right")
     for line in found.lines:
         scales = "-" if line.scale_range is None else "{:.1e}-{:.1e}".format(*line.scale_range)
-        snr = "exact" if line.action == "repacked" else "-" if line.snr_db is None else f"{line.snr_db:.2f}"
-        table.add_row(line.layer, line.form, line.gate_order, "{}x{}".format(*line.shape), scales, snr)
+        shape, snr = "{}x{}".format(*line.shape), snr_text(line.action, line.snr_db)
+        table.add_row(line.layer, line.form, line.gate_order, shape, scales, snr)
     return Group(*map(terminal.line, _head(found)), "", table)
 
 

@@ -1,10 +1,9 @@
 """One FC1 layer from rows of any form to the bytes of a prepared checkpoint."""
 
-import math
-
 import torch
 
 from .. import contract
+from ..accuracy import decibels
 from ..weights import scale_rows_
 from .source import FC1Layer, Rows
 
@@ -42,7 +41,7 @@ class LayerPacker:
         """Of the rounding to E4M3; None where nothing was rounded."""
         if self.source.repacked or not self._noise or not self._signal:
             return None
-        return 10 * math.log10(self._signal / self._noise)
+        return decibels(self._signal, self._noise)
 
     def pack(self, rows: Rows) -> bytearray:
         """The codes of these rows of both halves, ready to be written. The next call uses the same memory.

@@ -22,7 +22,7 @@ from safetensors import safe_open
 
 from .. import check, contract
 from ..weights import PackedFC1
-from .container import Container, Stored, open_checkpoint
+from .container import NAMES, Container, Stored, open_checkpoint
 from .names import Layer, parse_layer
 
 FORMAT = "h3mlp.fc1"
@@ -69,6 +69,21 @@ class Description:
 
 def tensor_name(layer: Layer | str, which: str) -> str:
     return f"{layer}.fc1_swiglu.{which}"
+
+
+def tensors_of(hidden: int, ffn: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The dtype, as safetensors calls it, and the shape of each of a layer's tensors."""
+    return {
+        WEIGHT: (NAMES[contract.QUANTIZED], (2 * ffn, hidden)),
+        SCALE: (NAMES[contract.SCALE], (2 * ffn,)),
+        NORM: (NAMES[contract.ACTIVATION], (hidden,)),
+        ROW_ORDER: (NAMES[torch.uint8], (len(contract.PACKED),)),
+    }
+
+
+def snr_text(action: str, snr_db: float | None) -> str:
+    """For tables."""
+    return "exact" if action == "repacked" else "-" if snr_db is None else f"{snr_db:.2f}"
 
 
 def is_prepared(container: Container) -> bool:
@@ -121,12 +136,15 @@ class Prepared:
         return PackedFC1(self.load(layer, WEIGHT), self.load(layer, SCALE), self.description.layout)
 
 
-def open_prepared(path: Path | str) -> Prepared:
-    """
+def open_prepared(path: Path | str | Prepared) -> Prepared:
+    """One that is open already is returned as it is.
+
     Raises:
         ValueError: it is not a prepared checkpoint, is damaged, or is of a newer version.
         OSError: it cannot be read.
     """
+    if isinstance(path, Prepared):
+        return path
     container = open_checkpoint(path)
     if KEY not in container.metadata:
         raise ValueError(f"{path} must be a prepared checkpoint; it is not: make one of it with `h3mlp convert`")
@@ -151,14 +169,7 @@ def open_prepared(path: Path | str) -> Prepared:
 
 
 def _check_layer(container: Container, layer: str, description: Description) -> None:
-    rows, hidden = 2 * description.ffn, description.hidden
-    want = {
-        WEIGHT: ("F8_E4M3", (rows, hidden)),
-        SCALE: ("F32", (rows,)),
-        NORM: ("BF16", (hidden,)),
-        ROW_ORDER: ("U8", (len(contract.PACKED),)),
-    }
-    for which, (dtype, shape) in want.items():
+    for which, (dtype, shape) in tensors_of(description.hidden, description.ffn).items():
         stored = container.tensors.get(tensor_name(layer, which))
         if stored is None or (stored.dtype, stored.shape) != (dtype, shape):
             there = stored or "missing"
@@ -169,10 +180,10 @@ def _check_layer(container: Container, layer: str, description: Description) -> 
 
 
 def load_layer(
-    path: "Path | str | Prepared", layer: int | str, device: torch.device | str = "cpu"
+    path: Path | str | Prepared, layer: int | str, device: torch.device | str = "cpu"
 ) -> tuple[PackedFC1, torch.Tensor]:
     """The prepared weight of one layer, and its norm weight BF16 [H]. As ``load_fc1``; takes an opened one too."""
-    prepared = path if isinstance(path, Prepared) else open_prepared(path)
+    prepared = open_prepared(path)
     wanted = parse_layer(layer)
     if wanted not in prepared.layers:
         names = list(prepared.description.layers)

@@ -15,12 +15,13 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
 from .. import check, contract
 from .container import DTYPES, Container, Stored
-from .lora import Delta, Lora
+from .lora import Delta, Lora, open_lora
 from .names import FC1, FC2, NORM, Layer, Part, gate_order, parse
 
 BLOCK = 128
@@ -211,12 +212,21 @@ def fc1_layers(container: Container, given_gate_order: str | None = None) -> dic
     return layers
 
 
-def with_loras(layers: dict[Layer, FC1Layer], loras: Sequence[Lora]) -> dict[Layer, FC1Layer]:
-    """The same layers with what the adapters add."""
-    return {
+def with_loras(
+    layers: dict[Layer, FC1Layer], files: Sequence[tuple[Path, float]]
+) -> tuple[dict[Layer, FC1Layer], tuple[Lora, ...]]:
+    """The same layers with what adapters add, and the adapters, of files with a factor for each.
+
+    Raises:
+        ValueError: as ``open_lora``.
+    """
+    shapes = {layer: source.weight.shape for layer, source in layers.items()}
+    loras = tuple(open_lora(path, scale, shapes) for path, scale in files)
+    merged = {
         layer: replace(source, pairs=tuple(lora.pairs[layer] for lora in loras if layer in lora.pairs))
         for layer, source in layers.items()
     }
+    return merged, loras
 
 
 def _layer(layer: Layer, modules: dict, given: str | None) -> FC1Layer:

@@ -1,5 +1,6 @@
 """What is written together, an FC1 layer or a tensor that is copied: how it is read, and what it becomes."""
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Protocol
@@ -7,9 +8,9 @@ from typing import Any, Protocol
 import torch
 
 from .. import contract
-from .container import NAMES, Stored
+from .container import DTYPES, Stored
 from .packer import STEP_ROWS, LayerPacker
-from .prepared import NORM, ROW_ORDER, SCALE, WEIGHT, tensor_name
+from .prepared import tensor_name, tensors_of
 from .source import FC1Layer, Rows
 from .writer import Entry, Writer
 
@@ -38,17 +39,10 @@ class LayerUnit:
 
     def __init__(self, source: FC1Layer):
         self.source, self.name = source, str(source.layer)
-        rows, hidden = source.weight.shape
-        shapes = {
-            WEIGHT: (contract.QUANTIZED, (rows, hidden)),
-            SCALE: (contract.SCALE, (rows,)),
-            NORM: (contract.ACTIVATION, (hidden,)),
-            ROW_ORDER: (torch.uint8, (len(contract.PACKED),)),
-        }
         self.nbytes = source.weight.nbytes
         self.entries = [
-            Entry(tensor_name(self.name, which), NAMES[dtype], shape, dtype.itemsize * torch.Size(shape).numel())
-            for which, (dtype, shape) in shapes.items()
+            Entry(tensor_name(self.name, which), dtype, shape, DTYPES[dtype].itemsize * math.prod(shape))
+            for which, (dtype, shape) in tensors_of(source.hidden, source.ffn).items()
         ]
         self.record: dict[str, Any] = {}
 

@@ -16,11 +16,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from .. import contract, dispatch, synthetic, terminal
-from ..accuracy import compare
+from ..accuracy import compare, decibels
 from ..operator import fc1_swiglu_fp8
-from .comparison import SAME_WEIGHT_DB, Comparison, decibels
+from .comparison import SAME_WEIGHT_DB, Comparison
 from .container import open_checkpoint
-from .lora import open_lora
 from .prepared import NORM, Prepared, open_prepared
 from .source import FC1Layer, fc1_layers, with_loras
 
@@ -112,11 +111,7 @@ def run(
         OSError: a file cannot be read.
     """
     prepared = open_prepared(path)
-    container = open_checkpoint(against)
-    layers = fc1_layers(container, gate_order)
-    shapes = {layer: found.weight.shape for layer, found in layers.items()}
-    adapters = [open_lora(file, scale, shapes) for file, scale in loras]
-    layers = with_loras(layers, adapters)
+    layers, adapters = with_loras(fc1_layers(open_checkpoint(against), gate_order), loras)
     merged = sorted((lora["name"], lora["scale"]) for lora in prepared.description.loras)
     given = sorted((adapter.path.name, adapter.scale) for adapter in adapters)
     if merged != given:
@@ -126,11 +121,9 @@ def run(
     if set(prepared.layers) != set(layers):
         odd = min(set(prepared.layers) ^ set(layers))
         raise ValueError(f"{path} and {against} must have the same layers; only one has {odd}")
-    size = (2 * prepared.description.ffn, prepared.description.hidden)
-    if size != next(iter(shapes.values())):
-        raise ValueError(
-            f"{path} must be as large as {against}, {list(next(iter(shapes.values())))}; it is {list(size)}"
-        )
+    size, wanted = (2 * prepared.description.ffn, prepared.description.hidden), next(iter(layers.values())).weight.shape
+    if size != wanted:
+        raise ValueError(f"{path} must be as large as {against}, {list(wanted)}; it is {list(size)}")
     device, _ = dispatch.best()
     checks = []
     for number, (layer, found) in enumerate(layers.items()):
@@ -202,18 +195,14 @@ def render(verified: Verified) -> RenderableType:
         table.add_column(title, justify="right")
     table.add_column("")
     for check in verified.checks:
-        worst = (
-            "-"
-            if math.isinf(check.worst_row_db) and check.worst_row_db > 0
-            else f"{check.worst_row_db:.1f} ({check.worst_row})"
-        )
+        worst = "-" if check.worst_row_db == math.inf else f"{check.worst_row_db:.1f} ({check.worst_row})"
         verdict = "OFF" if check.faults else "ok"
         table.add_row(check.layer, check.form, _cell(check.snr_db), worst, f"{check.output_db:.1f}", verdict)
     return Group(table, "", *map(terminal.line, _verdict(verified)))
 
 
 def _cell(db: float) -> str:
-    return "exact" if math.isinf(db) and db > 0 else f"{db:.2f}"
+    return "exact" if db == math.inf else f"{db:.2f}"
 
 
 def _verdict(verified: Verified) -> Iterator[str]:

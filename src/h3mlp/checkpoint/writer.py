@@ -10,7 +10,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,6 +125,7 @@ class Writer:
         self._files: dict[str, Any] = {}
         self._discarded = False
         self._disk = ThreadPoolExecutor(1)
+        self._syncing: Future | None = None
         self._folder.mkdir(exist_ok=True)
         self._lock = filelock.FileLock(self._folder / "lock")
         try:
@@ -221,17 +222,18 @@ class Writer:
         file.write(data)
         self._crcs[name] = zlib.crc32(data, self._crcs.get(name, 0) if at else 0)
 
-    def finish(self, unit: str, names: Iterable[str], record: Mapping[str, Any]) -> dict[str, Any]:
-        """A unit is complete. Returns the record with the checksums of its tensors."""
-        for file in self._files.values():
-            file.flush()
-            # Begun early, the disk is done with it when the last unit comes. What fails, fails again at the end.
-            self._disk.submit(os.fsync, file.fileno())
+    def finish(self, unit: str, names: Sequence[str], record: Mapping[str, Any]) -> None:
+        """A unit is complete: its record is kept, with the checksums of its tensors."""
+        file = self._files[self._layout.place(names[0]).file]
+        file.flush()
+        # Begun early, the disk is done with it when the last unit comes. What fails, fails again at the end. While one
+        # is under way no other is needed: small tensors come faster than a disk answers.
+        if self._syncing is None or self._syncing.done():
+            self._syncing = self._disk.submit(os.fsync, file.fileno())
         record = {"unit": unit, **record, "crc32": {name: self._crcs.pop(name, 0) for name in names}}
         self._journal.write(json.dumps(record) + "\n")
         self._journal.flush()
         self.records[unit] = record
-        return record
 
     def publish(self, metadata: Mapping[str, str], beside: Mapping[str, bytes]) -> None:
         """Write the headers, the index and what lies beside, and put all in the destination's place."""

@@ -25,7 +25,7 @@ from torch import nn
 from .. import __version__, check
 from ..checkpoint import names
 from ..checkpoint.prepared import Prepared, open_prepared
-from ..module import FC1SwiGLU, linear_weight, rms_norm, unhooked
+from ..module import FC1SwiGLU, linear_weight, plain_rms_norm, rms_norm, unhooked
 
 try:
     from diffusers.models.activations import SwiGLU
@@ -228,7 +228,7 @@ def load(folder: Path | str, *, device: torch.device | str = "cpu", **options) -
     with init_empty_weights(include_buffers=False):
         model = original.MiniMaxH3Transformer3DModel.from_config(json.loads(config.read_text(encoding="utf-8")))
     model.eval().requires_grad_(False)
-    apply(model, checkpoint=folder, **options)
+    apply(model, checkpoint=prepared, **options)
     prefix = names.parse(origin["source"]).prefix
     rest = {
         name.removeprefix(prefix): _in_its_precision(name, prepared.get(name)).to(device)
@@ -355,9 +355,7 @@ def _check_prepared(name: str, block: nn.Module, prepared: Prepared, keep_weight
             "(LoRA adapters of FC1 are merged by `h3mlp convert --lora`)"
         )
     unhooked(f"{name}.ff.net.0.proj", proj)
-    if type(norm) is not nn.RMSNorm or len(norm.normalized_shape) != 1:
-        raise ValueError(f"{name}.norm2 must be a torch.nn.RMSNorm over the last dimension; it is {norm}")
-    unhooked(f"{name}.norm2", norm)
+    plain_rms_norm(f"{name}.norm2", norm)
     check.eps(norm.eps)
     if names.parse_layer(name) not in prepared.layers:
         raise ValueError(f"checkpoint must have {name}; {prepared.container.path} does not")
