@@ -44,6 +44,10 @@ def test_help(arguments):
         (("demo", "--fast"), "No such option '--fast'."),
         (("run",), "No such command 'run'."),
         (("doctor", "--yaml"), "No such option '--yaml'."),
+        (("bench", "--seconds", "nan"), "Invalid value for '--seconds': nan is not a finite number of at least 0."),
+        (("bench", "--seconds", "inf"), "Invalid value for '--seconds': inf is not a finite number of at least 0."),
+        (("bench", "--seconds", "-1"), "Invalid value for '--seconds': -1 is not a finite number of at least 0."),
+        (("bench", "--seconds", "long"), "Invalid value for '--seconds': 'long' is not a valid float."),
         (("kernels", "--arch"), "Option '--arch' requires an argument."),
     ],
 )

@@ -32,6 +32,10 @@ def with_weight(module: nn.Module, weight: torch.Tensor) -> nn.Module:
     return module
 
 
+def as_bytes(text: bytes) -> torch.Tensor:
+    return torch.tensor(list(text), dtype=torch.uint8)
+
+
 def adaln(layer) -> tuple[torch.Tensor, ...]:
     return layer.activations[2:]
 
@@ -79,6 +83,50 @@ class TestForward:
         for x, y in zip(batch, got, strict=True):
             assert_same_rows(y, module(x, *adaln(layer)))
 
+    @pytest.mark.parametrize("leading", [(1, 6), (3, 6), (6, 1), (3, 1), (1, 1), (6,), (1,)])
+    def test_an_index_of_any_shape_that_broadcasts(self, module, layer, leading):
+        """As torch has it, and whatever the strides: [1], [S], [B, 1], a scalar, and what ``expand`` makes of them."""
+        count = torch.Size(leading).numel()
+        x = layer.x[:count].view(*leading, HIDDEN)
+        shapes = {torch.Size(part) for i in range(len(leading) + 1) for part in [leading[i:]]}
+        shapes |= {
+            torch.Size(1 if k in ones else n for k, n in enumerate(shape))
+            for shape in list(shapes)
+            for ones in itertools.chain.from_iterable(itertools.combinations(range(2), r) for r in (1, 2))
+        }
+        for shape in shapes:
+            index = layer.adaln_index[: shape.numel()].reshape(shape)
+            want = module(x, layer.adaln_scale, layer.adaln_shift, index.expand(leading).clone())
+            for given in (index, index.expand(leading)):
+                got = module(x, layer.adaln_scale, layer.adaln_shift, given)
+                assert got.shape == (*leading, FFN)
+                assert torch.equal(got, want), shape
+
+    def test_x_of_any_strides(self, module, layer):
+        """Transposed in any dimension, with or without a batch, strided, reversed by a copy: the same rows."""
+        scale, shift, index = adaln(layer)
+        want = module(layer.x[:12], scale, shift, index[:12])
+        x = layer.x[:12]
+        for given in (
+            x.t().contiguous().t(),
+            torch.stack([x, x], dim=-1)[..., 0],
+            torch.cat([x, x], dim=1)[:, :HIDDEN],
+            torch.cat([x, x])[:12],
+        ):
+            assert torch.equal(given, x)
+            assert torch.equal(module(given, scale, shift, index[:12]), want)
+            assert torch.equal(module(given[None], scale, shift, index[:12])[0], want)
+        batch = x.view(3, 4, HIDDEN)
+        want = module(batch, scale, shift, index[:12].view(3, 4))
+        for given in (
+            batch.transpose(0, 1).contiguous().transpose(0, 1),
+            batch.transpose(1, 2).contiguous().transpose(1, 2),
+            batch.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+        ):
+            assert torch.equal(module(given, scale, shift, index[:12].view(3, 4)), want)
+        transposed = index[:12].view(3, 4).t().contiguous().t()
+        assert torch.equal(module(batch, scale, shift, transposed), want)
+
     def test_a_slice_of_a_longer_sequence(self, module, layer):
         longer = torch.cat([layer.x, layer.x]).view(2, 70, HIDDEN)
         got = module(longer[:, 3:9], layer.adaln_scale, layer.adaln_shift, layer.adaln_index[3:9])
@@ -118,9 +166,12 @@ class TestForward:
             ({"x": lambda t: t.float()}, "x must be bfloat16"),
             (
                 {"index": lambda t: t[:-1]},
-                r"index must be \[70\] like x, or the last dimensions of that; it is .*\[69\]",
+                r"index must be \[70\] like x, or of a shape that broadcasts to that; it is .*\[69\]",
             ),
             ({"index": lambda t: t[None]}, r"index must be \[70\] like x"),
+            ({"index": lambda t: t[:2]}, r"index must be \[70\] like x"),
+            ({"index": lambda t: t[:0]}, r"index must be \[70\] like x"),
+            ({"index": lambda t: t[:1, None].expand(1, 70)}, r"index must be \[70\] like x"),
             ({"index": lambda t: t[0].item()}, "index must be a dense torch.Tensor"),
             ({"index": lambda t: t.float()}, "adaln_index must be int32 or int64"),
             ({"index": lambda _: None}, "adaln_index must be a tensor like adaln_scale, or all of"),
@@ -365,10 +416,68 @@ class TestState:
         untold = {name: value for name, value in state.items() if name != "_extra_state"}
         with pytest.raises(RuntimeError, match="weight comes without _extra_state, which tells its row order"):
             empty.load_state_dict(untold, strict=strict, assign=assign)
-        state["_extra_state"] = torch.tensor(list(b"gate_up"), dtype=torch.uint8)
-        with pytest.raises(ValueError, match="must have its rows in order 'gate8_up8'; it says 'gate_up'"):
-            FC1SwiGLU(HIDDEN, FFN).load_state_dict(state, strict=strict, assign=assign)
         assert empty.weight_scale.isnan().all()
+
+    @pytest.mark.parametrize("assign", [False, True])
+    @pytest.mark.parametrize("strict", [False, True])
+    @pytest.mark.parametrize(
+        ("change", "match"),
+        [
+            (
+                {"_extra_state": torch.tensor(list(b"gate_up"), dtype=torch.uint8)},
+                "row order 'gate8_up8'; .* 'gate_up'",
+            ),
+            ({"_extra_state": torch.tensor(list(b"\xff"), dtype=torch.uint8)}, "row order 'gate8_up8'; it says"),
+            ({"_extra_state": "gate8_up8"}, r"the name of a row order, uint8 \[N\]; it is 'gate8_up8' \(str\)"),
+            ({"_extra_state": None}, r"the name of a row order, uint8 \[N\]; it is None"),
+            ({"_extra_state": {"order": 1}}, r"the name of a row order, uint8 \[N\]; it is .*dict"),
+            ({"_extra_state": torch.zeros(9)}, r"the name of a row order, uint8 \[N\]; it is float32"),
+            (
+                {"_extra_state": torch.zeros(1, 9, dtype=torch.uint8)},
+                r"the name of a row order, .*; it is uint8 \[1, 9\]",
+            ),
+            ({"_extra_state": torch.zeros(9, dtype=torch.uint8, device="meta")}, "the name of a row order, .* on meta"),
+            (
+                {"weight": torch.zeros(128, HIDDEN).to(torch.float8_e4m3fn)},
+                r"size mismatch for (fc1.)?weight: it must be \[256",
+            ),
+            (
+                {"weight_scale": torch.ones(255)},
+                r"size mismatch for (fc1.)?weight_scale: it must be \[256\]; it is \[255\]",
+            ),
+            ({"norm_weight": torch.ones(1).bfloat16()}, r"size mismatch for (fc1.)?norm_weight"),
+            ({"norm_weight": torch.ones(HIDDEN)}, "norm_weight must be torch.bfloat16; it is torch.float32"),
+            ({"weight_scale": [1.0]}, "weight_scale must be a tensor"),
+            ({"weight_scale": ...}, r"weight comes without (fc1.)?weight_scale: codes and scales belong together"),
+            ({"weight": ...}, r"weight_scale comes without (fc1.)?weight: codes and scales belong together"),
+        ],
+    )
+    def test_nothing_of_a_refused_state_is_copied(self, layer, module, change, match, strict, assign):
+        """Or the module would go on computing with rows, or scales, of another order or layer."""
+        state = FC1SwiGLU.from_linear(layer.weight * 2, layer.x_norm_weight + 1, gate_order="gate_up").state_dict()
+        state = {name: value for name, value in (state | change).items() if value is not ...}
+        kept = copy.deepcopy(module)
+        with pytest.raises(RuntimeError, match=match):
+            module.load_state_dict(state, strict=strict, assign=assign)
+        assert_same_state(module, kept)
+        parent = nn.ModuleDict({"fc1": module})
+        with pytest.raises(RuntimeError, match=match):
+            parent.load_state_dict(
+                {f"fc1.{name}": value for name, value in state.items()}, strict=strict, assign=assign
+            )
+        assert_same_state(module, kept)
+
+    def test_a_part_that_is_whole_by_itself(self, module):
+        """The norm weight alone, as a merged adapter would bring it."""
+        new = module.norm_weight + 1
+        module.load_state_dict({"norm_weight": new}, strict=False)
+        assert torch.equal(module.norm_weight, new)
+
+    def test_an_extra_state_given_by_hand(self, module):
+        for state, match in ((None, "must be the name of a row order"), (torch.zeros(9, dtype=torch.uint8), "it says")):
+            with pytest.raises(ValueError, match=match):
+                module.set_extra_state(state)
+        module.set_extra_state(module.get_extra_state())
 
     @pytest.mark.parametrize("assign", [False, True])
     def test_other_dtypes_and_shapes_are_refused(self, module, assign):

@@ -51,7 +51,7 @@ def _noise_ratio(signal: float, noise: float) -> float:
 
 def spread(rows: int, sample: int) -> torch.Tensor:
     """Up to ``sample`` row numbers below ``rows``, evenly spread from the first to the last."""
-    return torch.linspace(0, rows - 1, min(rows, sample), dtype=torch.float64).round().long()
+    return torch.linspace(0, rows - 1, min(rows, sample), dtype=torch.float64, device="cpu").round().long()
 
 
 def bf16_steps(got: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:

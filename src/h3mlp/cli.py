@@ -9,7 +9,17 @@ from rich.progress import BarColumn
 from . import contract
 from ._version import __version__
 from .checkpoint import commands
-from .terminal import complain, file_option, json_option, output_file, plot_option, progress, show
+from .terminal import (
+    Finite,
+    complain,
+    file_option,
+    json_option,
+    output_file,
+    plot_option,
+    progress,
+    show,
+    without_encoding_errors,
+)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -59,7 +69,7 @@ class RowCounts(click.ParamType):
 
 @cli.command(short_help="Time the operator beside its peers.")
 @click.option("--rows", type=RowCounts(), metavar="N,N,...", help="Rows of x.  [default: from 1 to a 4 s clip's 33472]")
-@click.option("--seconds", type=click.FloatRange(0), help="Time for each number of rows.  [default: 10 on a GPU]")
+@click.option("--seconds", type=Finite(least=0), help="Time for each number of rows.  [default: 10 on a GPU]")
 @click.option("--rounds", type=click.IntRange(1), help="Rounds at least.  [default: 20 on a GPU, 7 on the CPU]")
 @click.option("--bf16", is_flag=True, help="Time the BF16 GEMM too (on the CPU the BF16 layer).")
 @json_option
@@ -157,6 +167,7 @@ for command in commands.ALL:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point. Bad arguments: one line on stderr, exit code 2. A failed run: one line, exit code 1."""
+    without_encoding_errors()
     try:
         code = cli.main(arguments, prog_name="h3mlp", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as no_command:

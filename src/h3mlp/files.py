@@ -1,5 +1,6 @@
 """Files that appear whole or not at all."""
 
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +10,14 @@ from pathlib import Path
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
     """A file of the same name to write, near ``path``, which takes its place at the end, or is removed if the writing
-    fails. Another process may be looking for ``path``, or writing it too."""
+    fails. Another process may be looking for ``path``, or writing it too. A symlink is followed.
+
+    Raises:
+        OSError: something else than a file is there.
+    """
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} must be a file; there is something else")
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as folder:
         partial = Path(folder, path.name)
         yield partial

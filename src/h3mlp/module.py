@@ -1,6 +1,6 @@
 """The operator as a torch.nn module, which holds the prepared weight."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -86,23 +86,30 @@ class FC1SwiGLU(nn.Module):
 
     @classmethod
     def from_checkpoint(
-        cls, path: Path | str, layer: int | str, *, device: torch.device | str = "cpu", **options
+        cls,
+        path: Path | str,
+        layer: int | str,
+        *,
+        device: torch.device | str = "cpu",
+        copy: bool = False,
+        **options,
     ) -> "FC1SwiGLU":
         """A layer of a checkpoint that ``h3mlp convert`` made, with its norm weight.
 
-        On the CPU it holds the pages of the file, not a copy.
+        On the CPU it holds the pages of the file, unless ``copy`` is given: see ``h3mlp.load_fc1``.
 
         Args:
-            path: the file, its index.json or its folder.
+            path: the file, its index.json or its folder, or the name of a snapshot in Hugging Face's cache.
             layer: the number of a transformer block, or a block's name, as in ``h3mlp.load_fc1``.
             device: where it shall be.
+            copy: read the file instead of mapping it.
             **options: as in ``from_packed``.
 
         Raises:
             ValueError: not a prepared checkpoint, or a damaged one; no such layer; an option of wrong type or value.
             OSError: a file cannot be read.
         """
-        return cls.from_packed(*load_layer(path, layer, device), **options)
+        return cls.from_packed(*load_layer(path, layer, device, copy=copy), **options)
 
     @classmethod
     def from_linear(
@@ -161,8 +168,10 @@ class FC1SwiGLU(nn.Module):
             x: BF16 [..., H].
             scale: BF16 [R, H] AdaLN table; a column chunk of a wider projection will do.
             shift: BF16 [R, H], likewise.
-            index: int32 or int64, the table row of each row of x: of x's leading shape, or of its last dimensions,
-                such as [S] for [B, S, H]. Without scale, shift and index there is no AdaLN.
+            index: int32 or int64, the table row of each row of x, of any shape that torch broadcasts to x's leading
+                one: [B, S], [S], [B, 1] or [1] for [B, S, H]. Without scale, shift and index there is no AdaLN.
+
+        x and index may be views of any strides; where the operator needs others, a copy is made.
 
         Returns:
             BF16 [..., F].
@@ -176,13 +185,14 @@ class FC1SwiGLU(nn.Module):
         leading = x.shape[:-1]
         if index is not None:
             check.tensor("index", index)
-            if index.dim() > len(leading) or index.shape != leading[len(leading) - index.dim() :]:
-                check.refuse("index", f"{list(leading)} like x, or the last dimensions of that", index)
+            if not _broadcasts(index.shape, leading):
+                check.refuse("index", f"{list(leading)} like x, or of a shape that broadcasts to that", index)
             if self.clamp_index:
                 index = index.clamp(min=0)
-            index = index.expand(leading).reshape(-1)
+            index = index.expand(leading).reshape(-1).contiguous()
+        x = x.reshape(-1, x.shape[-1])
         y = fc1_swiglu_fp8(
-            x.reshape(-1, x.shape[-1]),
+            x if x.stride(1) == 1 else x.contiguous(),
             self.norm_weight,
             scale,
             shift,
@@ -203,25 +213,40 @@ class FC1SwiGLU(nn.Module):
         return torch.tensor(list(contract.PACKED.encode()), dtype=torch.uint8, device="cpu")
 
     def set_extra_state(self, state: torch.Tensor) -> None:
-        order = bytes(state.tolist()).decode()
-        if order != contract.PACKED:
-            raise ValueError(f"the state_dict must have its rows in order {contract.PACKED!r}; it says {order!r}")
+        if fault := _row_order_fault("_extra_state", state):
+            raise ValueError(fault)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, errors):
-        """Refuse a weight whose row order is not known, and a cast."""
-        if f"{prefix}weight" in state_dict and f"{prefix}_extra_state" not in state_dict:
-            errors.append(
-                f"{prefix}weight comes without {prefix}_extra_state, which tells its row order: if it is packed, "
-                "make the module with FC1SwiGLU.from_packed; if it is a BF16 weight, with FC1SwiGLU.from_linear"
-            )
-        for name, buffer in self._buffers.items():
-            given = state_dict.get(prefix + name, buffer)
-            if given.dtype != buffer.dtype:
-                errors.append(f"{prefix}{name} must be {buffer.dtype}; it is {given.dtype}")
-        if not errors:
+        """Refuse, before anything is copied, what would leave a weight with the rows or scales of another."""
+        faults = list(self._faults_of(state_dict, prefix))
+        errors += faults
+        if not faults:
             super()._load_from_state_dict(
                 state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, errors
             )
+
+    def _faults_of(self, state_dict: Mapping[str, object], prefix: str) -> Iterator[str]:
+        given = {name: state_dict[prefix + name] for name in self._buffers if prefix + name in state_dict}
+        if "weight" in given:
+            order = f"{prefix}_extra_state"
+            if order not in state_dict:
+                yield (
+                    f"{prefix}weight comes without {order}, which tells its row order: if it is packed, make the "
+                    "module with FC1SwiGLU.from_packed; if it is a BF16 weight, with FC1SwiGLU.from_linear"
+                )
+            elif fault := _row_order_fault(order, state_dict[order]):
+                yield fault
+        for one, other in (("weight", "weight_scale"), ("weight_scale", "weight")):
+            if one in given and other not in given:
+                yield f"{prefix}{one} comes without {prefix}{other}: codes and scales belong together"
+        for name, value in given.items():
+            buffer = self._buffers[name]
+            if not isinstance(value, torch.Tensor):
+                yield f"{prefix}{name} must be a tensor; it is {check.describe(value)}"
+            elif value.dtype != buffer.dtype:
+                yield f"{prefix}{name} must be {buffer.dtype}; it is {value.dtype}"
+            elif value.shape != buffer.shape:
+                yield f"size mismatch for {prefix}{name}: it must be {list(buffer.shape)}; it is {list(value.shape)}"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "FC1SwiGLU":
         """What moves tensors also casts those of floating point, E4M3 among them: it is shown integers."""
@@ -236,6 +261,21 @@ class FC1SwiGLU(nn.Module):
             return moved.view(tensor.dtype)
 
         return super()._apply(keep_dtype, recurse)
+
+
+def _broadcasts(shape: torch.Size, leading: torch.Size) -> bool:
+    """Whether ``expand`` takes one to the other."""
+    last = leading[len(leading) - len(shape) :]
+    return len(shape) <= len(leading) and all(size in (1, want) for size, want in zip(shape, last, strict=True))
+
+
+def _row_order_fault(name: str, state: object) -> str | None:
+    """What is wrong with a row order from a state_dict."""
+    plain = isinstance(state, torch.Tensor) and state.dtype == torch.uint8 and state.dim() == 1 and not state.is_meta
+    if not plain:
+        return f"{name} must be the name of a row order, uint8 [N]; it is {check.describe(state)}"
+    order = bytes(state.tolist()).decode(errors="replace")
+    return None if order == contract.PACKED else f"{name} must say row order {contract.PACKED!r}; it says {order!r}"
 
 
 _INTEGER_OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

@@ -55,17 +55,17 @@ def layer(
 ) -> Layer:
     """Normal data on the CPU, equal for equal seeds: x of standard deviation 1, weights of 1/sqrt(H) so that h has
     about 1, the norm weight 1 and the AdaLN tables 0 with 0.1 around them, indices uniform."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
 
     def normal(*shape: int, std: float = 1.0, mean: float = 0.0) -> torch.Tensor:
         # Filled in BF16: an FP32 draft of the weight would take 616 MB.
-        return torch.empty(shape, dtype=contract.ACTIVATION).normal_(mean, std, generator=generator)
+        return torch.empty(shape, dtype=contract.ACTIVATION, device="cpu").normal_(mean, std, generator=generator)
 
     return Layer(
         x=normal(rows, hidden),
         x_norm_weight=normal(hidden, std=0.1, mean=1.0),
         adaln_scale=normal(table_rows, hidden, std=0.1),
         adaln_shift=normal(table_rows, hidden, std=0.1),
-        adaln_index=torch.randint(table_rows, (rows,), generator=generator),
+        adaln_index=torch.randint(table_rows, (rows,), dtype=torch.int64, device="cpu", generator=generator),
         weight=normal(2 * ffn, hidden, std=hidden**-0.5),
     )

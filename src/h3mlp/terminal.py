@@ -1,7 +1,9 @@
 """What the commands share: options, progress, results and complaints on a terminal."""
 
 import importlib.util
+import io
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -45,6 +47,24 @@ def plot_option(what: str) -> Callable:
     return file_option("--plot", _plot_file, f"Draw {what} into FILE (.png, .svg or .pdf; needs h3mlp[plot]).")
 
 
+class Finite(click.ParamType):
+    """A number that is neither NaN nor infinite, and not less than a least one."""
+
+    name = "number"
+
+    def __init__(self, least: float | None = None):
+        self.least = least
+
+    def convert(self, value: object, parameter: click.Parameter | None, context: click.Context | None) -> float:
+        number = click.FLOAT.convert(value, parameter, context)
+        if not math.isfinite(number) or (self.least is not None and number < self.least):
+            want = "" if self.least is None else f" of at least {self.least:g}"
+            self.fail(f"{value} is not a finite number{want}.", parameter, context)
+        return number
+
+
+FINITE = Finite()
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 
 
@@ -70,11 +90,27 @@ def line(text: str) -> Text:
     return Text(text, no_wrap=True, overflow="ignore")
 
 
+def finite(content: object) -> object:
+    """The same without the numbers that JSON does not have: None for NaN and infinity."""
+    if isinstance(content, dict):
+        return {key: finite(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
 def show(content: object) -> None:
     if isinstance(content, dict):
-        click.echo(json.dumps(content, indent=2))
+        click.echo(json.dumps(finite(content), indent=2, allow_nan=False))
     else:
         Console(highlight=False, markup=False).print(content, crop=False)
+
+
+def without_encoding_errors() -> None:
+    """What a terminal's encoding does not have, such as the name of a file, is shown escaped."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def complain(message: str) -> None:

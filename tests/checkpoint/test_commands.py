@@ -2,11 +2,15 @@
 
 import json
 import os
+import shutil
+import subprocess
 import sys
 
 import pytest
 import torch
 from checkpoints import checkpoint, converted, save
+from safetensors import safe_open
+from safetensors.torch import load_file
 
 from h3mlp import cli
 
@@ -75,7 +79,20 @@ def test_a_layer_that_is_off_is_exit_code_1(source, tmp_path, capsys):
             "--lora-scale must be given for each --lora or for none",
         ),
         (("convert", "{source}", "{new}", "--lora", "{none}"), "No such file or directory"),
-        (("convert", "{source}", "{new}", "--lora", "{source}"), "must belong to a linear layer of MiniMax-H3"),
+        (("convert", "{source}", "{new}", "--lora", "{source}"), "is on FC1, and puts another weight in its place"),
+        (
+            ("convert", "{source}", "{new}", "--lora", "{source}", "--lora-alpha", "8", "--lora-alpha", "4"),
+            "--lora-alpha must be given for each --lora or for none; 2 for 1.",
+        ),
+        (
+            ("verify", "{new}", "--against", "{source}", "--lora-gate-order", "gate_up"),
+            "--lora-gate-order must be given for each --lora or for none; 1 for 0.",
+        ),
+        (("convert", "{source}", "{new}", "--lora", "{source}", "--lora-scale", "nan"), "nan is not a finite number"),
+        (("convert", "{source}", "{new}", "--lora", "{source}", "--lora-alpha", "inf"), "inf is not a finite number"),
+        (("convert", "{source}", ""), "Invalid value for 'DST': it is empty"),
+        (("convert", "", "{new}"), "Invalid value for 'SRC': it is empty"),
+        (("convert", "Some/Model", "{new}"), "Some/Model is no file or folder here, and Hugging Face's cache in"),
         (("inspect", "{bad}"), "is 3 bytes, cut off or something else"),
         (("inspect", "{folder}/x"), "No such file or directory"),
         (("verify", "{source}", "--against", "{source}"), "must be a prepared checkpoint; it is not"),
@@ -122,6 +139,69 @@ def test_two_adapters_with_a_scale_each(source, tmp_path, capsys):
     assert [lora["scale"] for lora in json.loads(out)["description"]["loras"]] == [0.5, -2.0]
     assert call(capsys, "verify", tmp_path / "prepared.safetensors", "--against", source, *given)[0] == 0
     assert "0.safetensors merged, scale 0.5" in call(capsys, "inspect", tmp_path / "prepared.safetensors")[1]
+
+
+def test_what_decides_about_an_adapter_can_be_given(source, tmp_path, capsys):
+    """Its alpha and its order, and both are told."""
+    content = {
+        f"blocks.0.mlp.fc1.lora_{name}.weight": torch.ones(shape) for name, shape in (("A", (4, 256)), ("B", (256, 4)))
+    }
+    lora = save(content, tmp_path / "lora.safetensors")
+    given = ("--lora", lora, "--lora-alpha", "0.5", "--lora-gate-order", "up_gate")
+    code, out, err = call(capsys, "convert", source, tmp_path / "prepared.safetensors", *given)
+    assert (code, err) == (0, "")
+    assert "lora.safetensors merged, scale 1, rank 4, alpha 0.5 as given, rows up_gate" in out
+    assert "alpha 0.5 as given, rows up_gate" in call(capsys, "inspect", tmp_path / "prepared.safetensors")[1]
+    assert call(capsys, "verify", tmp_path / "prepared.safetensors", "--against", source, *given)[0] == 0
+    code, _, err = call(capsys, "verify", tmp_path / "prepared.safetensors", "--against", source, *given[:2])
+    assert code == 2
+    assert "alpha 4 ASSUMED" in err
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_json_is_json_whatever_the_numbers(source, tmp_path, capsys, value):
+    """With NaN or infinity in a scale of a prepared checkpoint."""
+    path = tmp_path / "prepared.safetensors"
+    call(capsys, "convert", source, path)
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    tensors["blocks.0.fc1_swiglu.weight_scale"][3] = float(value)
+    save(tensors, path, **metadata)
+    for arguments in (("inspect", path), ("verify", path, "--against", source)):
+        out = call(capsys, *arguments, "--json")[1]
+        json.loads(out, parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="file names of any bytes")
+@pytest.mark.parametrize("name", [os.fsencode("Prüfstück"), b"l\xe4tin"])
+def test_a_path_that_the_output_cannot_show(tmp_path, name):
+    """Output in ASCII and an umlaut, or bytes that are no UTF-8: shown escaped, in results and in refusals."""
+    folder = tmp_path / os.fsdecode(name)
+    source = save(checkpoint(), tmp_path / "source.safetensors")
+    folder.mkdir()
+    shutil.copy(source, folder / "source.safetensors")
+    environment = {
+        **os.environ,
+        "PYTHONIOENCODING": "ascii",
+        "PYTHONUTF8": "0",
+        "LC_ALL": "C",
+        "PYTHONCOERCECLOCALE": "0",
+    }
+    h3mlp = [sys.executable, "-m", "h3mlp"]
+    for arguments, code, where in (
+        (["convert", folder / "source.safetensors", folder / "new.safetensors"], 0, "stdout"),
+        (["convert", folder / "source.safetensors", folder / "new.safetensors", "--json"], 0, "stdout"),
+        (["inspect", folder / "new.safetensors"], 0, "stdout"),
+        (["verify", folder / "new.safetensors", "--against", source, "--rows", "2", "--json"], 0, "stdout"),
+        (["inspect", folder / "none.safetensors"], 2, "stderr"),
+    ):
+        done = subprocess.run([*h3mlp, *arguments], capture_output=True, check=False, env=environment, timeout=120)
+        shown = getattr(done, where).decode("ascii")
+        assert done.returncode == code, done.stderr
+        assert "Traceback" not in shown
+        assert "\\" in shown
+        assert done.stderr.count(b"\n") == (code == 2)
 
 
 def test_progress_is_shown_on_a_terminal(tmp_path):

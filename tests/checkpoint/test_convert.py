@@ -133,6 +133,14 @@ def test_zeros_and_numbers_at_the_ends(tmp_path):
     assert_layers(converted(tensors, tmp_path / "scale"), tensors, "native", "E4M3 per channel")
 
 
+def test_the_snr_of_the_largest_numbers(tmp_path):
+    """Whose squares FP32 does not have: the metadata are JSON, and the SNR is that of the rounding."""
+    tensors = checkpoint(form="FP32")
+    tensors["blocks.0.mlp.fc1.weight"] *= 1e38
+    layer = open_prepared(converted(tensors, tmp_path)).description.layers["blocks.0"]
+    assert layer["snr_db"] == pytest.approx(31.5, abs=0.5)
+
+
 class TestWhatIsWritten:
     def test_metadata(self, tmp_path):
         source = save(checkpoint("diffusers", "E4M3 per 128x128 block"), tmp_path / "source.safetensors")
@@ -199,7 +207,7 @@ class TestWhatIsWritten:
             assert stored.offset % (size if stored.nbytes % 64 else 64) == 0, stored
 
     def test_a_folder_in_several_files(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("h3mlp.checkpoint.writer.SHARD_BYTES", 150_000)
+        monkeypatch.setattr("h3mlp.checkpoint.layout.SHARD_BYTES", 150_000)
         tensors = checkpoint("diffusers")
         source = save_sharded(tensors, tmp_path / "source")
         (source / "config.json").write_text('{"num_layers": 2, "num_refiner_layers": 1}')

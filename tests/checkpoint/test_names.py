@@ -29,7 +29,8 @@ def test_every_name_under_every_prefix(prefixes, named, index, tail):
     stack, module, naming, of_layer, what = named
     prefix = "".join(f"{part}." for part in prefixes)
     part = names.parse(f"{prefix}{stack}.{index}.{module}.{tail}")
-    assert part == (names.Layer(of_layer, index), what, tail, naming, prefix)
+    of_block = "diffusers" if "transformer" in stack or "refiner_blocks" in stack else "native"
+    assert part == (names.Layer(of_layer, index), what, tail, naming, of_block, prefix)
 
 
 @given(PREFIX, NAMED, st.integers(0, 999), st.text("abz._019\né ", min_size=1, max_size=6))

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 import h3mlp
 from h3mlp import contract, synthetic
 from h3mlp.checkpoint import convert
+from h3mlp.checkpoint.container import open_checkpoint
 from h3mlp.checkpoint.prepared import open_prepared
 
 
@@ -56,7 +57,7 @@ def test_a_layer_is_what_from_bf16_makes(prepared, given, layer):
 
 @pytest.mark.parametrize("form", ["folder", "index"])
 def test_from_several_files(tmp_path, monkeypatch, form):
-    monkeypatch.setattr("h3mlp.checkpoint.writer.SHARD_BYTES", 100_000)
+    monkeypatch.setattr("h3mlp.checkpoint.layout.SHARD_BYTES", 100_000)
     source = save(checkpoint("diffusers"), tmp_path / "source.safetensors")
     convert.run(source, tmp_path / "prepared")
     path = tmp_path / "prepared" / ("model.safetensors.index.json" if form == "index" else "")
@@ -72,6 +73,47 @@ def test_nothing_is_copied(prepared):
     assert any(int(first, 16) <= weight.data_ptr() < int(end, 16) for first, end in spans)
     module = h3mlp.FC1SwiGLU.from_packed(h3mlp.PackedFC1(weight, torch.ones(256)), torch.ones(256).bfloat16())
     assert module.weight.data_ptr() == weight.data_ptr()
+
+
+def test_a_copy_is_not_the_file(prepared):
+    """It is the same weight, in memory of its own: the file may be overwritten, cut off or gone."""
+    mapped = h3mlp.load_fc1(prepared, 0)
+    want = [t.clone() for t in mapped]
+    copied = h3mlp.load_fc1(prepared, 0, copy=True)
+    module = h3mlp.FC1SwiGLU.from_checkpoint(prepared, 0, copy=True)
+    norm = module.norm_weight.clone()
+    with open("/proc/self/maps") as maps:
+        spans = [line.split()[0].split("-") for line in maps if line.rstrip().endswith(str(prepared))]
+    for tensor in (*copied, *module.buffers()):
+        assert not any(int(first, 16) <= tensor.data_ptr() < int(end, 16) for first, end in spans)
+    with open(prepared, "r+b") as file:
+        file.write(bytes(prepared.stat().st_size))
+    assert (mapped.weight.view(torch.uint8) == 0).all(), "what is mapped is the file"
+    for weight, scale in (copied, module.packed):
+        assert torch.equal(bits(weight), bits(want[0]))
+        assert torch.equal(scale, want[1])
+    assert torch.equal(module.norm_weight, norm)
+
+
+def test_a_file_system_without_mmap(prepared, monkeypatch):
+    """One line with the path and the way out, which works."""
+    import h3mlp.checkpoint.prepared as module
+
+    def cannot(*_arguments):
+        raise OSError(19, "No such device")
+
+    monkeypatch.setattr(module, "safe_open", cannot)
+    with pytest.raises(OSError, match=rf"{prepared} cannot be mapped into memory .*: load it with copy=True"):
+        h3mlp.load_fc1(prepared, 0)
+    assert h3mlp.load_fc1(prepared, 0, copy=True).scale.isfinite().all()
+
+
+def test_a_tensor_of_a_dtype_that_is_not_known(tmp_path):
+    path = tmp_path / "x.safetensors"
+    header = json.dumps({"x": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"ab")
+    with pytest.raises(ValueError, match=r"x \(F4 \[4\]\) of .* must be of dtype F64, F32"):
+        open_checkpoint(path).tensors["x"].read()
 
 
 def test_a_module_computes_what_the_bf16_layers_module_does(prepared):

@@ -1,13 +1,15 @@
 """What is wrong with a checkpoint is found before DST exists, and named."""
 
 import json
-import re
 
 import pytest
 import torch
 from checkpoints import FFN, HIDDEN, checkpoint, converted, save, save_sharded
+from helpers import bits
+from safetensors.torch import load_file
 
-from h3mlp.checkpoint import convert
+from h3mlp.checkpoint import convert, verify
+from h3mlp.checkpoint.prepared import open_prepared
 
 FC1 = "blocks.1.mlp.fc1"
 E4M3 = torch.float8_e4m3fn
@@ -96,6 +98,27 @@ class TestNumbers:
         ({f"{FC1}.weight_scale": torch.ones(2 * FFN)}, "weight_scale must not be there: .* needs no scale"),
         ({f"model.{FC1}.weight": torch.zeros(2 * FFN, HIDDEN)}, "blocks.1 must be there once; it is as"),
         ({"transformer_blocks.1.ff.net.0.proj.weight": torch.zeros(2 * FFN, HIDDEN)}, "blocks.1 must be there once"),
+        # Of another model, or of this one in other files: parts of a layer, and whole layers.
+        (
+            {"blocks.1.norm2.weight": None, "model.blocks.1.norm2.weight": torch.ones(HIDDEN)},
+            "must name all its layers in one way; it has blocks.0.mlp.fc1.weight and model.blocks.1.norm2.weight",
+        ),
+        (
+            {"blocks.1.norm2.weight": None, "transformer_blocks.1.norm2.weight": torch.ones(HIDDEN)},
+            "must name all its layers in one way; it has .* and transformer_blocks.1.norm2.weight",
+        ),
+        (
+            {
+                "blocks.1": None,
+                "net.blocks.1.mlp.fc1.weight": torch.zeros(2 * FFN, HIDDEN),
+                "net.blocks.1.norm2.weight": torch.ones(HIDDEN),
+            },
+            "must name all its layers in one way; it has .* and net.blocks.1.mlp.fc1.weight",
+        ),
+        (
+            {f"{FC1}.weight": None, "blocks.1.ff.net.0.proj.weight": torch.zeros(2 * FFN, HIDDEN)},
+            "must name all its layers in one way; it has .* and blocks.1.ff.net.0.proj.weight",
+        ),
     ],
 )
 def test_tensors(tmp_path, change, message):
@@ -118,7 +141,7 @@ def test_tensors(tmp_path, change, message):
         ({"scale_weight": torch.ones(1)}, "must have one scale; it has"),
         (
             {"weight_scale": torch.ones(3)},
-            r"must be floating point of shape \[\], \[1\], \[256\], \[256, 1\], \[2, 2\]",
+            r"must be floating point of shape \[\], \[1\], \[2\], \[256\], \[256, 1\], \[2, 2\]",
         ),
         ({"weight_scale": torch.ones(2 * FFN, 2)}, "must be floating point of shape"),
         ({"weight_scale": torch.ones(2 * FFN, dtype=torch.int32)}, "must be floating point of shape"),
@@ -131,6 +154,29 @@ def test_scales(tmp_path, change, message):
     for tail, value in change.items():
         tensors[f"{FC1}.{tail}"] = value
     refused(tmp_path, {name: tensor for name, tensor in tensors.items() if tensor is not None}, message)
+
+
+@pytest.mark.parametrize("naming", ["native", "diffusers"])
+@pytest.mark.parametrize("form", ["E4M3", "E5M2"])
+def test_a_scale_for_each_half(tmp_path, naming, form):
+    """In the order of the halves, as vLLM fuses the static scales of two weights: the same as one a row."""
+    tensors = checkpoint(naming, f"{form} per tensor")
+    scales = torch.tensor([2.0**-9, 2.0**-11])
+    spread = {}
+    for name in tensors:
+        if name.endswith("weight_scale"):
+            tensors[name] = scales.clone()
+            spread[name] = scales.repeat_interleave(FFN)
+    halves = load_file(converted(tensors, tmp_path / "halves"))
+    rows = load_file(converted(tensors | spread, tmp_path / "rows"))
+    assert halves.keys() == rows.keys()
+    assert all(torch.equal(bits(halves[name]), bits(rows[name])) for name in rows)
+    layer = open_prepared(tmp_path / "halves/prepared.safetensors").description.layers["blocks.0"]
+    assert (layer["form"], layer["action"]) == (
+        f"{form} per half",
+        "repacked" if form == "E4M3" else "requantized",
+    )
+    assert verify.run(tmp_path / "halves/prepared.safetensors", tmp_path / "rows/source.safetensors", rows=2).ok
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -147,8 +193,18 @@ class TestMarkersOfComfyUI:
         tensors[f"{FC1}.input_scale"] = torch.tensor(1.0)
         return tensors
 
-    def test_plain_fp8(self, tmp_path):
-        converted(self.marked('{"format": "float8_e4m3fn", "full_precision_matrix_mult": true}'), tmp_path)
+    @pytest.mark.parametrize("asked", [True, False])
+    def test_plain_fp8(self, tmp_path, asked):
+        """What it asks for in full precision is quantized all the same, and everything that reports says so."""
+        tensors = self.marked(json.dumps({"format": "float8_e4m3fn", "full_precision_matrix_mult": asked}))
+        source = save(tensors, tmp_path / "source.safetensors")
+        report = convert.run(source, tmp_path / "prepared.safetensors")
+        layers = report.description.layers
+        assert [layer["full_precision"] for layer in layers.values()] == [False, asked, False]
+        verified = verify.run(tmp_path / "prepared.safetensors", source, rows=2)
+        assert verified.ok
+        for lines in (convert.summary(report), verify._verdict(verified)):
+            assert ("here activations are quantized to FP8" in "\n".join(lines)) == asked
 
     @pytest.mark.parametrize(
         "marker",
@@ -188,6 +244,10 @@ class TestNames:
             ({"num_layers": 3, "num_refiner_layers": 1}, r"must have the FC1 weight of blocks\.2; it is missing"),
             ({"num_layers": 2, "num_refiner_layers": 2}, r"must have the FC1 weight of token_refiner\.blocks\.1"),
             ({"num_layers": 1}, "must have 1 blocks, as config.json says; it has 2"),
+            ({"num_layers": "2"}, "num_layers of .*config.json must be a number of layers; it is '2'"),
+            ({"num_layers": 2.0}, "num_layers of .* must be a number of layers; it is 2.0"),
+            ({"num_layers": -1}, "num_layers of .* must be a number of layers; it is -1"),
+            ({"num_refiner_layers": [1]}, r"num_refiner_layers of .* must be a number of layers; it is \[1\]"),
         ],
     )
     def test_another_number_of_layers_than_the_config_says(self, tmp_path, config, message):
@@ -196,7 +256,7 @@ class TestNames:
         with pytest.raises(ValueError, match=message):
             convert.run(source, tmp_path / "prepared")
 
-    @pytest.mark.parametrize("config", ["{", "[]", "{}", '{"num_layers": 2}'])
+    @pytest.mark.parametrize("config", ["{", "[]", "{}", '{"num_layers": 2}', '{"num_layers": null}'])
     def test_a_config_that_says_nothing_else(self, tmp_path, config):
         source = save_sharded(checkpoint(), tmp_path / "source")
         (source / "config.json").write_text(config)
@@ -208,34 +268,6 @@ class TestDestination:
         path = converted(checkpoint(), tmp_path)
         with pytest.raises(ValueError, match="must not be prepared yet; it is"):
             convert.run(path, tmp_path / "again.safetensors")
-
-    @pytest.mark.parametrize("destination", ["source.safetensors", ".", "../{name}/source.safetensors"])
-    def test_the_source(self, tmp_path, destination):
-        source = save(checkpoint(), tmp_path / "source.safetensors")
-        before = source.read_bytes()
-        with pytest.raises(ValueError, match="must be another file or folder than the source"):
-            convert.run(source, tmp_path / destination.format(name=tmp_path.name))
-        assert source.read_bytes() == before
-
-    @pytest.mark.parametrize("destination", ["other.safetensors", "folder"])
-    def test_something_that_must_not_be_lost(self, tmp_path, destination):
-        source = save(checkpoint(), tmp_path / "source.safetensors")
-        there = tmp_path / destination
-        kept = save({"w": torch.zeros(2)}, there if destination.endswith("s") else there / "model.safetensors")
-        before = kept.read_bytes()
-        with pytest.raises(ValueError, match=re.escape(f"{there} must be new or a prepared checkpoint")):
-            convert.run(source, there)
-        assert kept.read_bytes() == before
-
-    def test_a_file_where_a_folder_should_be(self, tmp_path):
-        source = save(checkpoint(), tmp_path / "source.safetensors")
-        (tmp_path / "notes.txt").write_text("mine")
-        with pytest.raises(ValueError, match="must be new or a prepared checkpoint"):
-            convert.run(source, tmp_path / "notes.txt")
-        (tmp_path / "x.safetensors").mkdir()
-        (tmp_path / "x.safetensors" / "notes.txt").write_text("mine")
-        with pytest.raises(ValueError, match="must be new or a prepared checkpoint"):
-            convert.run(source, tmp_path / "x.safetensors")
 
     def test_no_folder(self, tmp_path):
         source = save(checkpoint(), tmp_path / "source.safetensors")

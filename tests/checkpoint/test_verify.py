@@ -2,6 +2,7 @@
 
 import json
 
+import checkpoints
 import pytest
 import torch
 from checkpoints import FORMS, REPACKED, checkpoint, converted, save
@@ -207,7 +208,7 @@ class TestAdapters:
     def test_other_adapters_than_those_merged(self, tmp_path, lora, given):
         path = converted(checkpoint(), tmp_path, loras=[(lora, 0.5)])
         with pytest.raises(
-            ValueError, match=r"--lora must be given as for .*, which has lora.safetensors x 0.5 merged"
+            ValueError, match=r"--lora must be given as for .*, which has lora.safetensors merged, scale 0.5, rank"
         ):
             verify.run(path, tmp_path / "source.safetensors", loras=[(lora, scale) for scale in given])
 
@@ -216,6 +217,70 @@ def test_other_layers(folder):
     other = save(checkpoint(layers=3), folder / "other.safetensors")
     with pytest.raises(ValueError, match=r"must have the same layers; only one has blocks\.2"):
         verify.run(folder / "prepared.safetensors", other)
+
+
+class TestTinyRows:
+    """Rows of few bits, in which a right conversion is off by as much as half a step of the smallest codes."""
+
+    def tensors(self, form="BF16", factor=1e-15):
+        tensors = checkpoint("native", "FP32")
+        weight = tensors["blocks.0.mlp.fc1.weight"]
+        weight[3] *= factor
+        weight[200] *= factor * 1e-4
+        weight[255] = 0
+        for name in list(tensors):
+            if name.endswith("fc1.weight"):
+                start = name.removesuffix("weight")
+                tensors |= {f"{start}{tail}": t for tail, t in checkpoints.stored_as(tensors[name], form).items()}
+        return tensors
+
+    @pytest.mark.parametrize("form", [form for form in FORMS if "channel" not in form])
+    @pytest.mark.parametrize("factor", [1e-5, 1e-10, 1e-13, 1e-20])
+    def test_right(self, tmp_path, form, factor):
+        """Below the least scale, 1e-12 / 448, and below the scale of a whole tensor."""
+        path = converted(self.tensors(form, factor), tmp_path)
+        verified = verify.run(path, tmp_path / "source.safetensors", rows=4)
+        assert verified.ok, list(verify._verdict(verified))
+        assert all(check.worst_row_db >= 24.5 for check in verified.checks)
+
+    @pytest.mark.parametrize(
+        "forms", [("BF16", "E4M3 per tensor"), ("E4M3 per tensor", "BF16"), ("FP32", "E5M2 per tensor")]
+    )
+    @pytest.mark.parametrize("factor", [1e-3, 1e-5, 1e-8])
+    def test_right_against_another_form(self, tmp_path, forms, factor):
+        """Which has its own steps."""
+        of, against = forms
+        path = converted(self.tensors(of, factor), tmp_path)
+        other = save(self.tensors(against, factor), tmp_path / "other.safetensors")
+        verified = verify.run(path, other, rows=4)
+        assert verified.ok, list(verify._verdict(verified))
+
+    @pytest.mark.parametrize("row", [0, 3])
+    def test_wrong_all_the_same(self, tmp_path, row):
+        """A row that is off by a tenth, tiny (1e-8 of the others, but not beside its own scale) or not."""
+        path = converted(self.tensors(factor=1e-8), tmp_path)
+
+        def change(tensors):
+            scales = h3mlp.unpack_fc1_rows(tensors["blocks.0.fc1_swiglu.weight_scale"]).clone()
+            scales[row] *= 1.1
+            tensors["blocks.0.fc1_swiglu.weight_scale"] = h3mlp.pack_fc1_rows(scales).clone()
+
+        verified = verify.run(spoiled(tmp_path, change), tmp_path / "source.safetensors", rows=4)
+        assert path.exists()
+        assert f"first is row {row} of" in verified.checks[0].faults[0]
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_nan_in_a_scale(self, folder, value):
+        """It is a fault, and JSON all the same."""
+
+        def change(tensors):
+            tensors[f"{LAYER}.weight_scale"][5] = value
+
+        verified = verify.run(spoiled(folder, change), folder / "source.safetensors", rows=4)
+        assert not verified.ok
+        json.dumps(verified.as_json(), allow_nan=False)
+        list(verify._verdict(verified))
+        verify.render(verified)
 
 
 def test_json_has_no_infinity(tmp_path):

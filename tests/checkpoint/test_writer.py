@@ -1,19 +1,23 @@
 """Interrupted for real: killed, out of space, changed meanwhile. DST is what it was, and --resume goes on."""
 
 import errno
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections import namedtuple
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import filelock
 import pytest
-from checkpoints import checkpoint, save
+import torch
+from checkpoints import checkpoint, save, save_sharded
 
 from h3mlp.checkpoint import convert, units
-from h3mlp.checkpoint.writer import partial_folder
+from h3mlp.checkpoint.destination import Destination
 
 STEPS = 9
 """Three layers in three steps of 48 rows at most."""
@@ -53,6 +57,10 @@ def whole(source, tmp_path):
 def kill(source, destination, after, *arguments):
     command = [sys.executable, "-c", KILLED, str(source), str(destination), str(after), *arguments]
     assert subprocess.run(command, check=False, timeout=120).returncode == -signal.SIGKILL
+
+
+def partial_folder(destination):
+    return Destination.at(destination).partial
 
 
 class Stopped(Exception):
@@ -171,15 +179,177 @@ class TestResumed:
         assert destination.read_bytes() == whole
 
 
-def test_killed_between_the_renames_of_a_folder(source, tmp_path):
-    """The folder that was there is put back by the next run, whatever becomes of that one."""
-    destination = tmp_path / "prepared"
-    convert.run(save(checkpoint(seed=1), tmp_path / "earlier.safetensors"), destination)
-    before = (destination / "model.safetensors").read_bytes()
-    partial_folder(destination).mkdir()
-    destination.rename(partial_folder(destination) / "old")
-    interrupt(source, destination, 1)
-    assert (destination / "model.safetensors").read_bytes() == before
+def test_everything_that_decides_is_compared(tmp_path):
+    """A unit's factors, orders and configurations: none may change between an interrupted run and the next."""
+    source = save_sharded(checkpoint(), tmp_path / "source")
+    (source / "config.json").write_text("{}")
+    pair = {"lora_A": torch.ones(4, 256), "lora_B": torch.ones(256, 4)}
+    content = {f"blocks.{i}.mlp.fc1.{name}.weight": t.clone() for i in range(2) for name, t in pair.items()}
+    lora = save(content, tmp_path / "adapter/adapter_model.safetensors")
+    config = lora.with_name("adapter_config.json")
+    config.write_text(json.dumps({"r": 4, "lora_alpha": 8}))
+    usual = {"gate_order": "gate_up", "loras": [(lora, 0.5, None, None)], "copy_others": True}
+    for change in (
+        lambda: config.write_text(json.dumps({"r": 4, "lora_alpha": 4})),
+        lambda: config.write_text(json.dumps({"r": 4, "lora_alpha": 8, "use_rslora": True})),
+        lambda: config.write_text(json.dumps({"r": 4, "lora_alpha": 8, "swiglu_gate_first": False})),
+        lambda: (source / "config.json").write_text('{"num_layers": 2}'),
+        {"gate_order": "up_gate"},
+        {"loras": [(lora, 0.25, None, None)]},
+        {"loras": [(lora, 0.5, 3.0, None)]},
+        {"loras": [(lora, 0.5, None, "up_gate")]},
+        {"loras": []},
+        {"copy_others": False},
+    ):
+        kept = config.read_text(), (source / "config.json").read_text()
+        interrupt(source, tmp_path / "prepared", 5, **usual)
+        again = usual | (change if isinstance(change, dict) else {})
+        if not isinstance(change, dict):
+            change()
+        with pytest.raises(ValueError, match="--resume needs the same source and options as before"):
+            convert.run(source, tmp_path / "prepared", resume=True, **again)
+        config.write_text(kept[0])
+        (source / "config.json").write_text(kept[1])
+    assert convert.run(source, tmp_path / "prepared", resume=True, **usual).resumed == 1
+
+
+class Failing:
+    """Some calls of os.fsync fail, once each, as the kernel tells an error."""
+
+    def __init__(self, monkeypatch, *failing, error=errno.EIO):
+        self.failing, self.error, self.calls, self.sync = set(failing), error, 0, os.fsync
+        monkeypatch.setattr(os, "fsync", self)
+
+    def __call__(self, descriptor):
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".safetensors"):
+            self.calls += 1
+            if self.calls in self.failing:
+                raise OSError(self.error, os.strerror(self.error))
+        self.sync(descriptor)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="tells files apart by /proc")
+class TestADiskThatLosesPages:
+    """fsync fails once and then succeeds, though pages are lost: nothing is published, and what may be lost is written
+    again."""
+
+    @pytest.mark.parametrize("failing", range(1, 5))
+    @pytest.mark.parametrize("error", [errno.EIO, errno.EDQUOT])
+    def test_it_is_not_published(self, source, whole, tmp_path, monkeypatch, failing, error):
+        """Every call is waited for, be it of a unit or of the whole."""
+        monkeypatch.setattr(ThreadPoolExecutor, "submit", at_once)
+        destination = tmp_path / "prepared.safetensors"
+        failing_disk = Failing(monkeypatch, failing, error=error)
+        with pytest.raises(OSError, match=r"prepared\.safetensors was not kept by the disk") as told:
+            convert.run(source, destination)
+        assert told.value.errno == error
+        assert failing_disk.calls == failing
+        assert not destination.exists()
+        # The n-th call is the n-th unit's, the last the whole file's: those before it are on the disk.
+        assert convert.run(source, destination, resume=True).resumed == min(failing - 1, 3)
+        assert destination.read_bytes() == whole
+
+    def test_a_thread_that_is_late(self, source, whole, tmp_path, monkeypatch):
+        """A unit that is finished while the failing call is under way is lost, too."""
+        destination, hold = tmp_path / "prepared.safetensors", threading.Event()
+        failing_disk = Failing(monkeypatch, 1)
+
+        def late(descriptor):
+            in_thread = threading.current_thread() is not threading.main_thread()
+            assert not in_thread or hold.wait(60)
+            (failing_disk if in_thread else failing_disk.sync)(descriptor)
+
+        monkeypatch.setattr(os, "fsync", late)
+        steps = iter(range(1, 100))
+
+        def progress(*_):
+            if next(steps) == 7:  # in the third unit
+                hold.set()
+
+        with pytest.raises(OSError, match="was not kept by the disk"):
+            convert.run(source, destination, progress=progress)
+        monkeypatch.undo()
+        monkeypatch.setattr(units, "STEP_ROWS", 48)
+        assert convert.run(source, destination, resume=True).resumed == 0
+        assert destination.read_bytes() == whole
+
+    def test_a_journal_that_cannot_be_written_either(self, source, whole, tmp_path, monkeypatch):
+        """Then nothing is kept: the journal ends after its first line."""
+        from h3mlp.checkpoint.scratch import Scratch
+
+        destination, note = tmp_path / "prepared.safetensors", Scratch.note
+        monkeypatch.setattr(ThreadPoolExecutor, "submit", at_once)
+        Failing(monkeypatch, 3)
+
+        def full(self, line):
+            if "lost" in line:
+                raise OSError(errno.EIO, "no")
+            note(self, line)
+
+        monkeypatch.setattr(Scratch, "note", full)
+        with pytest.raises(OSError, match="was not kept by the disk"):
+            convert.run(source, destination)
+        assert convert.run(source, destination, resume=True).resumed == 0
+        assert destination.read_bytes() == whole
+
+
+def at_once(_executor, function, *arguments):
+    """ThreadPoolExecutor.submit without the thread, so that the order of calls is one."""
+    future = Future()
+    try:
+        future.set_result(function(*arguments))
+    except OSError as error:
+        future.set_exception(error)
+    return future
+
+
+@pytest.mark.parametrize("error", [errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM])
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [
+        ((os, "truncate"), "make a file larger or write in the middle of it"),
+        ((os, "replace"), "rename"),
+        ((os, "fsync"), "say that a file is on the disk"),
+        ((filelock.FileLock, "acquire"), "lock files"),
+    ],
+)
+def test_a_file_system_that_cannot(source, tmp_path, monkeypatch, call, what, error):
+    """Object stores mounted as folders and the like: one line with the path, what it cannot do and the way out, before
+    any work."""
+
+    def cannot(*_arguments, **_options):
+        raise OSError(error, os.strerror(error))
+
+    seen = []
+    with monkeypatch.context() as patched:
+        patched.setattr(*call, cannot)
+        with pytest.raises(
+            OSError, match=rf"is on a file system that cannot {what} \(.*\): convert to a local disk"
+        ) as told:
+            convert.run(source, tmp_path / "prepared.safetensors", progress=lambda *step: seen.append(step))
+    assert str(tmp_path / ".prepared.safetensors.partial") in str(told.value)
+    assert "\n" not in str(told.value)
+    assert not seen
+    convert.run(source, tmp_path / "prepared.safetensors")
+    assert not partial_folder(tmp_path / "prepared.safetensors").exists()
+
+
+def test_a_file_system_without_locks_for_an_old_filelock(source, tmp_path, monkeypatch):
+    def cannot(*_arguments, **_options):
+        raise NotImplementedError("FileSystem does not appear to support flock")
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", cannot)
+    with pytest.raises(OSError, match=r"cannot lock files .*flock.*: convert to a local disk"):
+        convert.run(source, tmp_path / "prepared.safetensors")
+
+
+def test_any_other_error_is_told_as_it_is(source, tmp_path, monkeypatch):
+    def denied(*_arguments, **_options):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "replace", denied)
+    with pytest.raises(PermissionError, match="Permission denied"):
+        convert.run(source, tmp_path / "prepared.safetensors")
 
 
 def test_the_source_changes_meanwhile(source, tmp_path):

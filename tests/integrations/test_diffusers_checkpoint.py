@@ -172,6 +172,20 @@ def test_loaded(folder, prepared, modulation):
     assert torch.equal(minimax_h3.run(got), minimax_h3.run(want))
 
 
+def test_a_copy_outlives_the_files(model, folder, tmp_path):
+    """The weights of a model that was loaded so are not the files'."""
+    shutil.copytree(folder / "prepared", tmp_path / "prepared")
+    want = integration.load(folder / "prepared")
+    loaded = integration.load(tmp_path / "prepared", copy=True)
+    integration.apply(model, checkpoint=tmp_path / "prepared", copy=True)
+    for file in (tmp_path / "prepared").glob("*.safetensors"):
+        with open(file, "r+b") as opened:
+            opened.write(bytes(file.stat().st_size))
+    assert torch.equal(minimax_h3.run(loaded), minimax_h3.run(want))
+    for name, fc1 in fc1s(model).items():
+        assert torch.equal(fc1.weight_scale, want.get_submodule(name).weight_scale)
+
+
 def test_loaded_from_other_precisions(model, tmp_path):
     model.half().save_pretrained(tmp_path / "source")
     convert.run(tmp_path / "source", tmp_path / "prepared", copy_others=True)

@@ -76,7 +76,7 @@ def gemm_swiglu(
 
 def _e4m3_pairs() -> torch.Tensor:
     """[65536] of the two FP32 values that two E4M3 codes stand for, as one 64-bit word."""
-    codes = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.uint8)
+    codes = torch.arange(2**16, dtype=torch.int32, device="cpu").to(torch.uint16).view(torch.uint8)
     return codes.view(contract.QUANTIZED).float().view(torch.int64)
 
 

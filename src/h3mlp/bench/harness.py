@@ -11,11 +11,12 @@ import torch
 
 from .. import contract, dispatch, doctor, reference, synthetic
 from ..accuracy import compare
+from ..terminal import finite
 from ..warmup import warmup
 from ..weights import prepare_fc1_weight_fp8, unpack_fc1_rows
 from . import peers as peer_set
 from .peers import Peer, Problem
-from .record import Error, Record, Result, Times, finite
+from .record import Error, Record, Result, Times
 from .timing import CudaTimer, HostTimer, Plan, Timer, burst, copy_bandwidth, describe, host_seconds, interleave
 
 SAMPLE_ROWS = 64
@@ -76,7 +77,7 @@ def run(
             def part(step: str, share: float, i: int = i, count: int = count) -> None:
                 progress(f"{count:,} rows: {step}", (i + share) / len(rows))
 
-            layer = whole.rows(torch.arange(count, device=whole.x.device))
+            layer = whole.rows(torch.arange(count, dtype=torch.long, device=whole.x.device))
             problem = Problem(layer, packed, natural)
             if on_cuda:
                 torch.compiler.reset()  # torch compiles one function for at most eight shapes
@@ -154,7 +155,8 @@ def measure(
 
 def sample_rows(rows: int) -> torch.Tensor:
     """Up to 64 random row numbers, ascending."""
-    return torch.randperm(rows, generator=torch.Generator().manual_seed(0))[:SAMPLE_ROWS].sort().values
+    generator = torch.Generator("cpu").manual_seed(0)
+    return torch.randperm(rows, dtype=torch.long, device="cpu", generator=generator)[:SAMPLE_ROWS].sort().values
 
 
 def error_of(got: torch.Tensor, exact: torch.Tensor) -> Error:

@@ -1,7 +1,6 @@
 """The result of a run, and its JSON file."""
 
 import json
-import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -136,8 +135,3 @@ def load(path: Path) -> Record:
 def _result(entry: dict) -> Result:
     parts = {"times": Times, "error": Error}
     return Result(**{name: parts[name](**v) if name in parts and v else v for name, v in entry.items()})
-
-
-def finite(value: float) -> float | None:
-    """JSON has no NaN and no Inf."""
-    return value if math.isfinite(value) else None

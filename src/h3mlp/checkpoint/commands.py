@@ -1,6 +1,7 @@
 """The commands for checkpoints: convert, inspect, verify."""
 
 import errno
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,9 +10,20 @@ import click
 from rich.progress import BarColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from .. import contract
-from ..terminal import json_option, plot_option, progress, show
+from ..terminal import FINITE, json_option, plot_option, progress, show
+from .lora import Adapter
 
-CHECKPOINT = click.Path(path_type=Path)
+
+class CheckpointPath(click.Path):
+    """A path; an empty one, as of a variable that is not set, would be the current folder."""
+
+    def convert(self, value: object, parameter: click.Parameter | None, context: click.Context | None) -> Path:
+        if value == "":
+            self.fail("it is empty", parameter, context)
+        return super().convert(value, parameter, context)
+
+
+CHECKPOINT = CheckpointPath(path_type=Path)
 
 
 @contextmanager
@@ -31,32 +43,44 @@ _gate_order_option = click.option(
 )
 
 
-def _loras(files: tuple[Path, ...], scales: tuple[float, ...]) -> list[tuple[Path, float]]:
-    if scales and len(scales) != len(files):
-        raise click.UsageError(
-            f"--lora-scale must be given for each --lora or for none; {len(scales)} for {len(files)}."
-        )
-    return list(zip(files, scales or [1.0] * len(files), strict=True))
+def _loras(files: tuple[Path, ...], **options: tuple) -> list[Adapter]:
+    """The adapters, with what was given for each of them."""
+    for name, given in options.items():
+        if given and len(given) != len(files):
+            flag = f"--lora-{name.replace('_', '-')}"
+            raise click.UsageError(f"{flag} must be given for each --lora or for none; {len(given)} for {len(files)}.")
+    given = {name: values for name, values in options.items() if values}
+    return [Adapter(file, **{name: values[i] for name, values in given.items()}) for i, file in enumerate(files)]
 
 
 def _lora_options(command):
-    scale = click.option(
-        "--lora-scale",
-        "lora_scales",
-        type=float,
-        multiple=True,
-        metavar="S",
-        help="A factor, for each --lora.  [default: 1]",
-    )
-    file = click.option(
-        "--lora",
-        "lora_files",
-        type=CHECKPOINT,
-        multiple=True,
-        metavar="FILE",
-        help="Merge the part of this adapter that is on FC1.",
-    )
-    return file(scale(command))
+    """Collects the options of adapters into one argument, ``loras``."""
+
+    @functools.wraps(command)
+    def with_loras(*, lora_files, lora_scales, lora_alphas, lora_gate_orders, **others):
+        loras = _loras(lora_files, scale=lora_scales, alpha=lora_alphas, gate_order=lora_gate_orders)
+        return command(loras=loras, **others)
+
+    for flag, name, kind, metavar, what in (
+        (
+            "--lora-gate-order",
+            "lora_gate_orders",
+            click.Choice(contract.GATE_ORDER),
+            None,
+            "Which half comes first in the adapter, for each --lora.  [default: as the adapter says]",
+        ),
+        (
+            "--lora-alpha",
+            "lora_alphas",
+            FINITE,
+            "A",
+            "Its alpha, in its own units, for each --lora.  [default: as the adapter says, else its rank]",
+        ),
+        ("--lora-scale", "lora_scales", FINITE, "S", "A factor, for each --lora.  [default: 1]"),
+        ("--lora", "lora_files", CHECKPOINT, "FILE", "Merge the part of this adapter that is on FC1."),
+    ):
+        with_loras = click.option(flag, name, type=kind, multiple=True, metavar=metavar, help=what)(with_loras)
+    return with_loras
 
 
 @click.command(short_help="Prepare the FC1 weights of a checkpoint.")
@@ -72,8 +96,7 @@ def convert(
     source: Path,
     destination: Path,
     gate_order: str | None,
-    lora_files: tuple[Path, ...],
-    lora_scales: tuple[float, ...],
+    loras: list[Adapter],
     copy_others: bool,
     resume: bool,
     hashes: bool,
@@ -81,9 +104,11 @@ def convert(
 ) -> None:
     """Prepare the FC1 weights of a MiniMax-H3 checkpoint for the FP8 operator. Needs no GPU and 0.5 GB of memory.
 
-    SRC is a safetensors file, an index.json or a folder of them, of MiniMax or diffusers, in BF16, FP16, FP32 or FP8.
-    DST is a file that ends in .safetensors, or a folder, in which files are split at 5 GB. It appears when it is
-    complete.
+    SRC is a safetensors file, an index.json or a folder of them, of MiniMax or diffusers, in BF16, FP16, FP32 or FP8;
+    or the name of a snapshot in Hugging Face's cache.
+
+    DST is a file that ends in .safetensors, or a folder, new or not, into which files of at most 5 GB are put. It
+    appears when it is complete. What an earlier conversion wrote there is replaced; nothing else ever is.
     """
     from . import convert as job
 
@@ -93,7 +118,7 @@ def convert(
             source,
             destination,
             gate_order=gate_order,
-            loras=_loras(lora_files, lora_scales),
+            loras=loras,
             copy_others=copy_others,
             resume=resume,
             hashes=hashes,
@@ -128,8 +153,7 @@ def verify(
     against: Path,
     rows: int,
     gate_order: str | None,
-    lora_files: tuple[Path, ...],
-    lora_scales: tuple[float, ...],
+    loras: list[Adapter],
     as_json: bool,
     plot: Path | None,
 ) -> int:
@@ -139,7 +163,6 @@ def verify(
     """
     from . import verify as job
 
-    loras = _loras(lora_files, lora_scales)
     with _refusals(), progress(BarColumn(), TimeRemainingColumn()) as show_step:
         verified = job.run(path, against, rows, gate_order=gate_order, loras=loras, progress=show_step)
     if plot:

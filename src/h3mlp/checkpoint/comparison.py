@@ -11,7 +11,7 @@ from .. import contract
 from ..accuracy import decibels, spread
 from .packer import STEP_ROWS
 from .prepared import SCALE, TENSORS, WEIGHT, Prepared
-from .source import FC1Layer
+from .source import E4M3_HALF_STEP, FC1Layer
 
 SAME_DIRECTION = 0.99
 """Cosine of a row with its source's, whatever the scale: 0.9996 at 31 dB, about 0 for two different rows."""
@@ -31,6 +31,7 @@ class Comparison:
 
     Attributes:
         signal, noise: FP64, the squares of a source row and of the difference.
+        unresolved: FP64, the square of the difference that half a step of both weights' smallest codes makes.
         cosine: of the two rows.
         exchanged: signal and noise of the sampled rows with the halves the other way round.
         damaged: tensors that are not what was written.
@@ -40,10 +41,11 @@ class Comparison:
     def __init__(self, prepared: Prepared, source: FC1Layer):
         self._prepared, self._source = prepared, source
         ffn, hidden = source.ffn, source.hidden
-        self.signal, self.noise, self.cosine = torch.zeros(3, 2, ffn, dtype=torch.float64)
-        self.bf16 = torch.empty((2, ffn, hidden), dtype=contract.ACTIVATION)
+        of_rows = torch.zeros((4, 2, ffn), dtype=torch.float64, device="cpu")
+        self.signal, self.noise, self.unresolved, self.cosine = of_rows
+        self.bf16 = torch.empty((2, ffn, hidden), dtype=contract.ACTIVATION, device="cpu")
         self.exchanged = (0.0, 0.0)
-        self._scale = prepared.load(source.layer, SCALE).view(-1, 2, contract.ROW_GROUP, 1)
+        self._scale = prepared.load(source.layer, SCALE, copy=True).view(-1, 2, contract.ROW_GROUP, 1)
         stored, crc = prepared.stored(source.layer, WEIGHT), 0
         opened = source.open()
         for first in range(0, ffn, STEP_ROWS):
@@ -58,8 +60,10 @@ class Comparison:
                 want = opened.fp32(rows, is_up)
                 self.bf16[half, first : first + count] = want
                 self._compare(got[half], want, half, slice(first, first + count))
+                steps = E4M3_HALF_STEP * self._scale[groups, half].flatten() + opened.half_steps(first, count, is_up)
+                self.unresolved[half, first : first + count] = hidden * steps.double().square()
                 self._compare_exchanged(got[1 - half][::SAMPLED], want[::SAMPLED])
-        self.signal, self.noise, self.cosine = (t.flatten() for t in (self.signal, self.noise, self.cosine))
+        self.signal, self.noise, self.unresolved, self.cosine = of_rows.flatten(1)
         self.bf16 = self.bf16.flatten(0, 1)
         self.damaged = tuple(self._damaged(crc))
 
@@ -69,10 +73,19 @@ class Comparison:
         snr = 10 * (self.signal / self.noise).log10()
         return torch.where(self.noise == 0, math.inf, snr.nan_to_num_(nan=-math.inf, posinf=math.inf))
 
+    @property
+    def worst(self) -> int:
+        """The row with the least SNR; one that is off by no more than its codes can tell only where all are."""
+        resolved = ~(self.noise <= self.unresolved)
+        return int(torch.where(resolved | ~resolved.any(), self.snr_db, math.inf).argmin())
+
     def faults(self, least: float) -> Iterator[str]:
-        """What is wrong with the rows, if any has less than this."""
-        snr = self.snr_db
-        bad = snr < least
+        """What is wrong with the rows, if any has less than this; where it is infinite, if any differs at all.
+
+        A row whose numbers are tiny beside its scale, be it that of a whole tensor or the least that there is, has
+        codes of few bits: it may be off by half a step of the smallest ones."""
+        allowed = self.signal * 10 ** (-least / 10) + (self.unresolved if math.isfinite(least) else 0)
+        bad = ~(self.noise <= allowed)  # NaN too
         if not bad.any():
             return
         share = bad.double().mean().item()

@@ -11,11 +11,13 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import torch
+
+from . import hub
 
 Value = TypeVar("Value")
 
@@ -78,14 +80,22 @@ class Stored:
         return data
 
     def read(self, first: int = 0, count: int | None = None) -> torch.Tensor:
-        """The whole tensor, or ``count`` of its rows from row ``first``: a fresh tensor on the CPU."""
+        """The whole tensor, or ``count`` of its rows from row ``first``: a fresh tensor on the CPU.
+
+        Raises:
+            ValueError: its dtype is not known here; the file has become shorter.
+        """
+        if self.dtype not in DTYPES:
+            raise ValueError(f"{self} of {self.file} must be of dtype {', '.join(DTYPES)} to be read")
         dtype = DTYPES[self.dtype]
         if count is None:
             data, shape = self.read_bytes(0, self.nbytes), self.shape
         else:
             row = self.nbytes // self.shape[0]
             data, shape = self.read_bytes(first * row, count * row), (count, *self.shape[1:])
-        return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+        if not data:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        return torch.frombuffer(data, dtype=dtype).view(shape)
 
 
 @dataclass(frozen=True)
@@ -96,13 +106,18 @@ class Container:
         path: what it was opened by.
         files: its files.
         tensors: by name, in the order of the files.
-        metadata: of the first file, all text.
+        metadata_of: each file's metadata, all text.
     """
 
     path: Path
     files: tuple[Path, ...]
     tensors: dict[str, Stored]
-    metadata: dict[str, str] = field(default_factory=dict)
+    metadata_of: tuple[dict[str, str], ...]
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Of the first file."""
+        return self.metadata_of[0]
 
     @property
     def nbytes(self) -> int:
@@ -110,19 +125,20 @@ class Container:
 
 
 def open_checkpoint(path: Path | str) -> Container:
-    """Read the headers of a safetensors file, of the files that an index.json names, or of those in a folder.
+    """Read the headers of a safetensors file, of the files that an index.json names, or of those in a folder. The name
+    of a snapshot in Hugging Face's cache will do, too.
 
     Raises:
         ValueError: it is none of these, a file is missing, cut off or damaged, or a name is there twice.
         OSError: a file cannot be read.
     """
-    path = Path(path)
+    path = hub.find(path)
     files, index = _files(path)
     tensors: dict[str, Stored] = {}
-    metadata: dict[str, str] = {}
-    for number, file in enumerate(files):
-        found, of_file = _read_header(file)
-        metadata = metadata if number else of_file
+    metadata_of = []
+    for file in files:
+        found, metadata = _read_header(file)
+        metadata_of.append(metadata)
         for name, stored in found.items():
             if name in tensors:
                 raise ValueError(f"{name} must be in one file; it is in {tensors[name].file} and in {file}")
@@ -130,7 +146,17 @@ def open_checkpoint(path: Path | str) -> Container:
     for name, file in index.items():
         if name not in tensors or tensors[name].file.name != file:
             raise ValueError(f"{name} must be in {file}, as the index of {path} says; it is not")
-    return Container(path, files, tensors, metadata)
+    return Container(path, files, tensors, tuple(metadata_of))
+
+
+def read_metadata(file: Path) -> dict[str, str]:
+    """What a safetensors file says of itself.
+
+    Raises:
+        ValueError: it is none, or is damaged.
+        OSError: it cannot be read.
+    """
+    return _read_header(file)[1]
 
 
 def _files(path: Path) -> tuple[tuple[Path, ...], dict[str, str]]:
@@ -209,7 +235,7 @@ def _read_header(file: Path) -> tuple[dict[str, Stored], dict[str, str]]:
         text = opened.read(length)
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=_without_duplicates)
-        metadata = header.pop("__metadata__", {})
+        metadata = dict(header.pop("__metadata__", {}))
         stored = [
             Stored(name, entry["dtype"], tuple(entry["shape"]), file, *_span(entry, 8 + length))
             for name, entry in header.items()

@@ -18,14 +18,17 @@ from rich.table import Table
 
 from .. import terminal
 from .._version import __version__
-from .container import SUFFIX, Container, Stored, open_checkpoint, prefetched
+from .container import Container, Stored, open_checkpoint, prefetched
+from .destination import Destination
 from .hashing import hashing
-from .lora import Lora
+from .layout import Layout
+from .lora import Adapter, Lora
+from .lora import describe as describe_lora
 from .names import Layer
-from .prepared import TENSORS, Description, check_replaceable, is_prepared, snr_text, tensor_name
+from .prepared import FULL_PRECISION, TENSORS, Description, is_prepared, snr_text, tensor_name
 from .source import FC1Layer, fc1_layers, with_loras
 from .units import CopyUnit, LayerUnit, Unit, describe
-from .writer import Layout, Writer
+from .writer import Writer
 
 Progress = Callable[[str, float, float], None]
 """Takes the current step, and how many bytes of how many are done."""
@@ -84,7 +87,7 @@ def run(
     destination: Path,
     *,
     gate_order: str | None = None,
-    loras: Sequence[tuple[Path, float]] = (),
+    loras: Sequence[Adapter | tuple] = (),
     copy_others: bool = False,
     resume: bool = False,
     hashes: bool = True,
@@ -95,32 +98,33 @@ def run(
     Args:
         source: a safetensors file, an index.json or a folder of them, with FC1 weights under names of MiniMax or
             diffusers in BF16, FP16, FP32 or FP8.
-        destination: one file if it ends in .safetensors, else a folder of files of at most 5 GB. What is there is
-            replaced, at the end, if it is a prepared checkpoint.
+        destination: one file if it ends in .safetensors, else a folder, there already or not, for files of at most
+            5 GB. What an earlier conversion put there is replaced at the end; nothing else is touched.
         gate_order: "gate_up" or "up_gate", where the source is not as its names say.
-        loras: adapters to merge, with a factor for each.
+        loras: adapters to merge: ``Adapter``, or its fields as a tuple, such as (path, scale).
         copy_others: copy all other tensors too, and config.json into a folder.
         resume: go on with what an interrupted run has left.
         hashes: note the SHA-256 of the source's files.
         progress: is called after every few rows.
 
     Raises:
-        ValueError: the source or an adapter is not what it must be; the destination is something else.
+        ValueError: the source or an adapter is not what it must be; something at the destination must not be lost.
         OSError: a file cannot be read or written. What is finished is kept for ``resume``.
     """
     started = time.perf_counter()
     job = _open(source, gate_order, loras)
-    _check_destination(job, destination)
+    place = Destination.at(destination, job.files)
+    beside = _config(job.container) if copy_others and not place.one_file else {}
+    beside_sha256 = {name: hashlib.sha256(content).hexdigest() for name, content in beside.items()}
     units = job.units(copy_others)
-    one_file = destination.name if destination.suffix == SUFFIX else None
-    layout = Layout((unit.entries for unit in units), one_file)
+    layout = Layout((unit.entries for unit in units), place.one_file)
     states = _states(job.files)
-    draft = _description(job, {}, dict.fromkeys(job.files, "0" * 64))
-    scales = [adapter.scale for adapter in job.adapters]
-    plan = _digest(__version__, gate_order, scales, states, layout.index({}).decode())
+    draft = _description(job, {}, dict.fromkeys(job.files, "0" * 64), beside_sha256)
+    decisions = [unit.decisions for unit in units]
+    plan = _digest(__version__, states, layout.index({}).decode(), decisions, beside_sha256)
     with (
         hashing(job.files if hashes else ()) as hash_of,
-        Writer(destination, layout, draft.as_metadata(), plan, resume) as writer,
+        Writer(place, layout, draft.as_metadata(), beside, plan, resume) as writer,
     ):
         todo = [unit for unit in units if unit.name not in writer.records]
         try:
@@ -131,10 +135,8 @@ def run(
         except ValueError:
             writer.discard()
             raise
-        description = _description(job, writer.records, sums)
-        config = job.container.files[0].with_name("config.json")
-        beside = {config.name: config.read_bytes()} if copy_others and one_file is None and config.is_file() else {}
-        writer.publish(description.as_metadata(), beside)
+        description = _description(job, writer.records, sums, beside_sha256)
+        writer.publish(description.as_metadata())
     norms = {found.norm.name for found in job.layers.values()}
     return Report(
         destination=destination,
@@ -150,14 +152,20 @@ def run(
     )
 
 
-def _open(source: Path, gate_order: str | None, loras: Sequence[tuple[Path, float]]) -> _Job:
+def _open(source: Path, gate_order: str | None, loras: Sequence[Adapter | tuple]) -> _Job:
     container = open_checkpoint(source)
     if is_prepared(container):
         raise ValueError(f"{source} must not be prepared yet; it is: it can be loaded as it is")
-    layers, adapters = with_loras(fc1_layers(container, gate_order), loras)
+    layers, adapters = with_loras(fc1_layers(container, gate_order), [Adapter(*lora) for lora in loras])
     consumed = {name for found in layers.values() for name in found.consumed}
     others = tuple(stored for name, stored in container.tensors.items() if name not in consumed)
     return _Job(container, layers, adapters, others)
+
+
+def _config(container: Container) -> dict[str, bytes]:
+    """The model's configuration, which makes a folder with all tensors one that can be loaded."""
+    config = container.files[0].with_name("config.json")
+    return {config.name: config.read_bytes()} if config.is_file() else {}
 
 
 def _write(todo: Sequence[Unit], writer: Writer, progress: Progress) -> None:
@@ -171,17 +179,9 @@ def _write(todo: Sequence[Unit], writer: Writer, progress: Progress) -> None:
     progress("checksums", total, total)
 
 
-def _check_destination(job: _Job, destination: Path) -> None:
-    here = destination.resolve()
-    for file in job.files:
-        if here == file.resolve() or here in file.absolute().parents:
-            raise ValueError(f"{destination} must be another file or folder than the source; {file} is there")
-    if not destination.parent.is_dir():
-        raise ValueError(f"{destination} must be in a folder that exists; {destination.parent} does not")
-    check_replaceable(destination)
-
-
-def _description(job: _Job, records: dict[str, dict], sums: dict[Path, str | None]) -> Description:
+def _description(
+    job: _Job, records: dict[str, dict], sums: dict[Path, str | None], beside: dict[str, str]
+) -> Description:
     """The metadata; without records a draft of the same length."""
     layers = {}
     for layer, found in job.layers.items():
@@ -198,7 +198,8 @@ def _description(job: _Job, records: dict[str, dict], sums: dict[Path, str | Non
         ffn=first.ffn,
         layers=layers,
         sources=[as_source(file) for file in job.container.files],
-        loras=[{**as_source(adapter.path), "scale": adapter.scale} for adapter in job.adapters],
+        loras=[{**as_source(adapter.path), **adapter.record} for adapter in job.adapters],
+        beside=beside,
         made_by=__version__,
     )
 
@@ -242,6 +243,10 @@ def summary(report: Report) -> Iterator[str]:
     yield ""
     if any(layer["action"] == "requantized" for layer in layers.values()):
         yield "Layers quantized again were rounded to FP8 a second time: a BF16 checkpoint gives better ones."
+    if any(layer["full_precision"] for layer in layers.values()):
+        yield FULL_PRECISION
+    for lora in report.description.loras:
+        yield describe_lora(lora)
     if report.left_to_engine:
         count, some = len(report.left_to_engine), ", ".join(report.left_to_engine[:2])
         yield f"Adapters of {count} other modules ({some} ...) are left to the engine: load them there."

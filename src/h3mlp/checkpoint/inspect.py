@@ -10,6 +10,7 @@ from rich.table import Table
 
 from .. import terminal
 from .container import Container, open_checkpoint
+from .lora import describe as describe_lora
 from .prepared import SCALE, WEIGHT, Prepared, is_prepared, open_prepared, snr_text
 from .source import fc1_layers
 
@@ -104,7 +105,7 @@ def _prepared(prepared: Prepared) -> Inspected:
     description, lines = prepared.description, []
     for layer in prepared.layers:
         of_layer = description.layers[str(layer)]
-        scale = prepared.load(layer, SCALE)
+        scale = prepared.load(layer, SCALE, copy=True)
         weight = prepared.stored(layer, WEIGHT)
         line = Line(
             layer=str(layer),
@@ -150,4 +151,4 @@ def _head(found: Inspected) -> Iterator[str]:
             f" and {len(names) - 1} more" if names[1:] else ""
         )
         for lora in found.origin["loras"]:
-            yield f"with {lora['name']} merged, scale {lora['scale']:g}"
+            yield f"with {describe_lora(lora)}"

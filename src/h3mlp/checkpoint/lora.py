@@ -1,52 +1,57 @@
 """LoRA adapters in safetensors, of every naming, and what they add to FC1.
 
-An adapter adds ``scale * alpha / rank * B @ A`` to a weight, A [rank, H] ("down") and B [2F, rank] ("up"). Without an
-alpha it is the rank. The rows of B are in the order of the weight that the adapter was trained on, so that its naming
-says which half comes first, as it does for a weight.
+An adapter adds ``scale * alpha / rank * B @ A`` to a weight, A [rank, H] ("down") and B [2F, rank] ("up"). Two things
+decide whether that is right, and neither shows in the numbers:
 
-Adapters of several layers are the rule. Those on FC1 are merged, those on the others are the engine's to load; a key
-that is none of MiniMax-H3's is refused, since an adapter of another model would be ignored without a word.
+* alpha. Given by hand, else that of the module's own tensor, else of PEFT's config or the metadata; with none of these
+  it is assumed to be the rank, and everything that reports of the adapter says so.
+* the order of B's rows, as of the weight that the adapter was trained on. Given by hand, else what the file says
+  ("swiglu_gate_first"), else that of the checkpoint if it has the same naming, else what the adapter's naming says.
 """
 
-import json
 import math
-import re
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
+from .. import check
+from .adapter_config import AdapterConfig, read_config
+from .adapter_keys import ALPHA, DOWN, UP, parse_key
 from .container import Container, Stored, open_checkpoint
-from .names import FC1, PREFIXES, Layer, gate_order, parse
+from .names import Layer, gate_order, parse
 
-_NATIVE_BLOCK = r"(?:token_refiner\.)?blocks\.\d+"
-_DIFFUSERS_BLOCK = r"(?:transformer_blocks|token_refiner\.refiner_blocks)\.\d+"
-_MODULES = (
-    rf"{_NATIVE_BLOCK}\.(?:attn\.(?:qkv|out)_proj|mlp\.fc[12]|adaln_proj\.linear)",
-    r"(?:video_patch|audio_patch|condition)_proj|time_embedder\.proj_(?:in|out)",
-    r"final_layer\.(?:adaln_proj\.linear|video_out|audio_out)",
-    rf"{_DIFFUSERS_BLOCK}\.(?:attn\.to_(?:q|k|v|out\.0|gate_compress)|ff\.net\.(?:0\.proj|2)|adaln_proj\.linear)",
-    r"(?:audio_)?proj_(?:in|out)|context_embedder|time_embedder\.linear_[12]|norm_out\.linear",
-)
-"""The linear layers of MiniMax-H3 in both namings."""
+GIVEN, TENSOR, ASSUMED = "given", "tensor", "assumed"
+"""Where an alpha can be from, besides the places of ``AdapterConfig``."""
 
-_LINEAR = re.compile("|".join(_MODULES), re.ASCII)
-_PREFIX = re.compile(rf"(?:(?:base_model|dit|unet|transformer_ref|{'|'.join(PREFIXES)})\.)*", re.ASCII)
+_ORIGINS = {GIVEN: "as given", TENSOR: "of its tensors", ASSUMED: "ASSUMED (it says none; --lora-alpha gives it)"}
 
-_FLAT_PREFIX = re.compile(r"(?:lora_unet|lora_transformer|lycoris)_", re.ASCII)
-"""Kohya's trainers turn every dot of a module's name into an underscore."""
 
-_FLAT_WORDS = re.compile(
-    r"(?P<block>(?:token_refiner_)?(?:transformer_|refiner_)?blocks)_(?P<index>\d+)_(?P<module>\w+)", re.ASCII
-)
-_FLAT_MODULES = {"mlp_fc1": "mlp.fc1", "ff_net_0_proj": "ff.net.0.proj"}
+class Adapter(NamedTuple):
+    """An adapter to be merged.
 
-_DOWN = r"lora_A|lora_down|lora\.down|lora_linear_layer\.down"
-_UP = r"lora_B|lora_up|lora\.up|lora_linear_layer\.up"
-_PAIR = re.compile(rf"(?P<module>.+)\.(?:(?P<down>{_DOWN})|(?P<up>{_UP}))(?:\.(?!weight$)\w+)?(?:\.weight)?", re.ASCII)
-_ALPHA = re.compile(r"(?P<module>.+)\.alpha", re.ASCII)
-_LAST = re.compile(r"(?P<module>.+?)\.(?P<last>(?:lora|lokr|hada|oft|diff|dora|alpha)[\w.]*)", re.ASCII)
+    Attributes:
+        path: a safetensors file, or the folder of PEFT that has one.
+        scale: a factor for all of it.
+        alpha: in the adapter's own units; what it says itself unless given.
+        gate_order: of the rows of B; what it says itself unless given.
+    """
+
+    path: Path
+    scale: float = 1.0
+    alpha: float | None = None
+    gate_order: str | None = None
+
+
+class Target(NamedTuple):
+    """The FC1 of a layer of the checkpoint: [2F, H], and what its names and options say of it."""
+
+    shape: tuple[int, ...]
+    naming: str
+    gate_order: str
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,18 @@ class Pair:
     down: Stored
     up: Stored
     factor: float
+    alpha: float
+    alpha_from: str
     gate_order: str
+
+    @property
+    def rank(self) -> int:
+        return self.down.shape[0]
+
+    @property
+    def decisions(self) -> list:
+        """All that decides about what it adds, but the contents of its files."""
+        return [self.down.name, self.up.name, self.factor, self.gate_order]
 
 
 @dataclass(frozen=True)
@@ -75,11 +91,30 @@ class Lora:
     pairs: dict[Layer, Pair]
     others: tuple[str, ...]
 
+    @property
+    def record(self) -> dict[str, Any]:
+        """How it is merged: scale, and each rank, alpha, origin of an alpha and order of halves that its pairs have."""
+        of_pairs = {
+            name: sorted({getattr(pair, name) for pair in self.pairs.values()})
+            for name in ("rank", "alpha", "alpha_from", "gate_order")
+        }
+        return {"scale": self.scale, **of_pairs}
+
+
+def describe(record: Mapping[str, Any]) -> str:
+    """An adapter's record, for people. That of an older checkpoint has only the scale."""
+    said = [f"{record['name']} merged, scale {record['scale']:g}"]
+    if "alpha" in record:
+        ranks, alphas = (" and ".join(f"{number:g}" for number in record[name]) for name in ("rank", "alpha"))
+        origin = " and ".join(_ORIGINS.get(place, f"of {place}") for place in record["alpha_from"])
+        said += [f"rank {ranks}", f"alpha {alphas} {origin}", f"rows {' and '.join(record['gate_order'])}"]
+    return ", ".join(said)
+
 
 class Delta:
     """What adapters add to one FC1, in FP32 and in the order of the halves."""
 
-    def __init__(self, pairs: list[Pair]):
+    def __init__(self, pairs: Iterable[Pair]):
         """Reads the pairs: 15 MB each at rank 128 and real size."""
         self._pairs = []
         for pair in pairs:
@@ -93,99 +128,88 @@ class Delta:
             rows.addmm_(halves[is_up][first : first + len(rows)], down, alpha=factor)
 
 
-def open_lora(path: Path | str, scale: float, layers: dict[Layer, tuple[int, int]]) -> Lora:
+def open_lora(adapter: Adapter, layers: Mapping[Layer, Target]) -> Lora:
     """Find an adapter's parts.
 
     Args:
-        path: a safetensors file, or the folder of PEFT that has one.
-        scale: a factor for all of it.
-        layers: the layers of the checkpoint, with [2F, H] of their FC1.
+        adapter: which, and what is known of it.
+        layers: those of the checkpoint.
 
     Raises:
-        ValueError: a key matches nothing, belongs to a layer that is not there, has the wrong shape or no counterpart,
-            or is of a kind that cannot be merged (DoRA, LoKr and others); nothing touches FC1.
+        ValueError: a number or order given is none; a key matches nothing, belongs to a layer that is not there, has
+            the wrong shape or no counterpart, or is of a kind that cannot be merged (DoRA, LoKr and others); nothing
+            touches FC1; what the file says of its rank, alpha or order contradicts itself or its tensors.
     """
+    path = adapter.path
+    for name in ("scale", "alpha"):
+        if (value := getattr(adapter, name)) is not None and not math.isfinite(value):
+            raise ValueError(f"the {name} of {path} must be finite; it is {value}")
+    if adapter.gate_order is not None:
+        check.gate_order(adapter.gate_order)
     container = open_checkpoint(path)
-    found: dict[str, dict[str, Stored]] = defaultdict(dict)
-    others = set()
-    for key, stored in container.tensors.items():
-        module, role = _role(key, container.files[0])
-        if not _is_fc1(module):
-            others.add(module)
-        elif role is None:
-            raise ValueError(
-                f"{key} of {path} must be a pair of LoRA matrices or an alpha; other adapters cannot be merged"
-            )
-        elif role in found[module]:
-            raise ValueError(
-                f"{path} must have one {role} matrix for {module}; it has {found[module][role].name} and {key}"
-            )
-        else:
-            found[module][role] = stored
-    if not found:
-        raise ValueError(f"{path} must touch FC1; it only has {', '.join(sorted(others)[:3])} and such")
-    config = _config(container)
+    found, others = _modules(container, path)
+    config = read_config(container, adapter.alpha is not None, adapter.gate_order is not None)
     pairs: dict[Layer, Pair] = {}
     for module, roles in found.items():
-        part = parse(f"{module}.weight")
-        if part.layer in pairs:
-            raise ValueError(f"{path} must have one pair for {part.layer}; it has several")
-        if part.layer not in layers:
+        layer = parse(f"{module}.weight").layer
+        if layer in pairs:
+            raise ValueError(f"{path} must have one pair for {layer}; it has several")
+        if layer not in layers:
             raise ValueError(
                 f"{module} of {path} must be one of the checkpoint's layers; it has {len(layers)}, not this"
             )
-        for role in ("down", "up"):
-            if role not in roles:
-                raise ValueError(
-                    f"{module} of {path} must have both matrices of its pair; the one for {role} is missing"
-                )
-        _check_shapes(path, roles["down"], roles["up"], layers[part.layer])
-        rank = roles["down"].shape[0]
-        alpha = roles["alpha"].read().float().item() if "alpha" in roles else config.alpha(module, rank)
-        factor = scale * alpha / (math.sqrt(rank) if config.rank_stabilized else rank)
-        if not math.isfinite(factor):
-            raise ValueError(f"{module} of {path} must have a finite alpha; it has {alpha}")
-        pairs[part.layer] = Pair(roles["down"], roles["up"], factor, gate_order(part.naming, None, module))
-    return Lora(container.files[0], scale, pairs, tuple(sorted(others)))
+        pairs[layer] = _pair(module, roles, adapter, config, layers[layer])
+    return Lora(container.files[0], adapter.scale, pairs, others)
 
 
-def _role(key: str, file: Path) -> tuple[str, str | None]:
-    """The module's name without prefixes and with its dots, and "down", "up", "alpha" or None."""
-    for pattern in (_PAIR, _ALPHA, _LAST):
-        match = pattern.fullmatch(key)
-        module = match and _module(match["module"])
-        if module:
-            role = None
-            if pattern is _PAIR:
-                role = "down" if match["down"] else "up"
-            elif pattern is _ALPHA:
-                role = "alpha"
-            return module, role
-    raise ValueError(f"{key} of {file} must belong to a linear layer of MiniMax-H3; it matches none")
+def _modules(container: Container, path: Path) -> tuple[dict[str, dict[str, Stored]], tuple[str, ...]]:
+    """The tensors on FC1 by module and role, and the modules that the others are for."""
+    found: dict[str, dict[str, Stored]] = defaultdict(dict)
+    others = set()
+    for name, stored in container.tensors.items():
+        key = parse_key(name, container.files[0])
+        if key.role is None:
+            others.add(key.module)
+        elif key.role in found[key.module]:
+            first = found[key.module][key.role].name
+            raise ValueError(f"{path} must have one {key.role} matrix for {key.module}; it has {first} and {name}")
+        else:
+            found[key.module][key.role] = stored
+    if not found:
+        raise ValueError(f"{path} must touch FC1; it only has {', '.join(sorted(others)[:3])} and such")
+    return found, tuple(sorted(others))
 
 
-def _module(name: str) -> str | None:
-    flat = _FLAT_PREFIX.match(name)
-    if flat:
-        name = name[flat.end() :]
-        match = _FLAT_WORDS.fullmatch(name)
-        if match and match["module"] in _FLAT_MODULES:
-            block = match["block"].replace("token_refiner_", "token_refiner.")
-            return f"{block}.{match['index']}.{_FLAT_MODULES[match['module']]}"
-        return name if _FLAT_LINEAR.fullmatch(name) else None
-    name = name[_PREFIX.match(name).end() :]
-    return name if _LINEAR.fullmatch(name) else None
+def _pair(module: str, roles: Mapping[str, Stored], adapter: Adapter, config: AdapterConfig, target: Target) -> Pair:
+    path = adapter.path
+    for role in (DOWN, UP):
+        if role not in roles:
+            raise ValueError(f"{module} of {path} must have both matrices of its pair; the one for {role} is missing")
+    down, up = roles[DOWN], roles[UP]
+    _check_shapes(path, down, up, target.shape)
+    rank = down.shape[0]
+    if adapter.alpha is not None:
+        alpha, alpha_from = float(adapter.alpha), GIVEN
+    elif ALPHA in roles:
+        alpha, alpha_from = _read_alpha(roles[ALPHA], path), TENSOR
+    else:
+        alpha, alpha_from = config.alpha(module, rank) or (float(rank), ASSUMED)
+    factor = adapter.scale * alpha / (math.sqrt(rank) if config.rank_stabilized else rank)
+    if not math.isfinite(factor):
+        raise ValueError(f"{module} of {path} must have a finite alpha; it has {alpha}")
+    naming = parse(f"{module}.weight").naming
+    of_target = target.gate_order if naming == target.naming else None
+    order = adapter.gate_order or config.gate_order or gate_order(naming, of_target, module, "--lora-gate-order")
+    return Pair(down, up, factor, alpha, alpha_from, order)
 
 
-_FLAT_LINEAR = re.compile(_LINEAR.pattern.replace(r"\.", "_"), re.ASCII)
+def _read_alpha(stored: Stored, path: Path) -> float:
+    if math.prod(stored.shape) != 1:
+        raise ValueError(f"{stored.name} of {path} must be one number; it is {stored}")
+    return stored.read().float().item()
 
 
-def _is_fc1(module: str) -> bool:
-    part = parse(f"{module}.weight")
-    return part is not None and part.module == FC1
-
-
-def _check_shapes(path: Path | str, down: Stored, up: Stored, weight: tuple[int, int]) -> None:
+def _check_shapes(path: Path | str, down: Stored, up: Stored, weight: tuple[int, ...]) -> None:
     rows, hidden = weight
     for stored, want in ((down, f"[rank, {hidden}]"), (up, f"[{rows}, rank]")):
         if stored.dtype not in ("BF16", "F16", "F32") or len(stored.shape) != 2:
@@ -195,38 +219,3 @@ def _check_shapes(path: Path | str, down: Stored, up: Stored, weight: tuple[int,
             f"{path} must have [rank, {hidden}] and [{rows}, rank], as the weight has [{rows}, {hidden}]; "
             f"it has {down} and {up}"
         )
-
-
-@dataclass(frozen=True)
-class _Config:
-    """Where an adapter without alpha tensors says its alphas."""
-
-    lora_alpha: float | None = None
-    patterns: tuple[tuple[str, float], ...] = ()
-    rank_stabilized: bool = False
-
-    def alpha(self, module: str, rank: int) -> float:
-        for pattern, alpha in self.patterns:
-            if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module):
-                return alpha
-        return rank if self.lora_alpha is None else self.lora_alpha
-
-
-def _config(container: Container) -> _Config:
-    """From adapter_config.json (PEFT), from what diffusers puts into the metadata, or from an alpha there."""
-    beside = container.files[0].with_name("adapter_config.json")
-    try:
-        if beside.is_file():
-            config = json.loads(beside.read_text(encoding="utf-8"))
-        elif "lora_adapter_metadata" in container.metadata:
-            packed = json.loads(container.metadata["lora_adapter_metadata"])
-            config = {key.removeprefix("transformer.").removeprefix("transformer_ref."): packed[key] for key in packed}
-        else:
-            config = {"lora_alpha": container.metadata.get("alpha")}
-        alpha = config.get("lora_alpha")
-        patterns = tuple(
-            (key.removeprefix("^"), float(value)) for key, value in config.get("alpha_pattern", {}).items()
-        )
-        return _Config(None if alpha is None else float(alpha), patterns, bool(config.get("use_rslora")))
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{container.files[0]} must say its alpha as a number; it does not: {error}") from None

@@ -64,6 +64,7 @@ class Part(NamedTuple):
         module: FC1, FC2 or NORM.
         tail: the last part of the name: "weight", "weight_scale" and so on.
         naming: NATIVE, DIFFUSERS or MIXED.
+        of_block: the naming of the block, NATIVE or DIFFUSERS.
         prefix: what stands in front, with its last dot.
     """
 
@@ -71,6 +72,7 @@ class Part(NamedTuple):
     module: str
     tail: str
     naming: str
+    of_block: str
     prefix: str
 
 
@@ -79,11 +81,10 @@ def parse(name: str) -> Part | None:
     match = _TENSOR.fullmatch(name)
     if match is None:
         return None
-    naming, stack = _STACKS[match["stack"]]
+    of_block, stack = _STACKS[match["stack"]]
     of_module, module = _MODULES[match["module"]]
-    if of_module not in (None, naming):
-        naming = MIXED
-    return Part(Layer(stack, int(match["index"])), module, match["tail"], naming, match["prefix"])
+    naming = of_block if of_module in (None, of_block) else MIXED
+    return Part(Layer(stack, int(match["index"])), module, match["tail"], naming, of_block, match["prefix"])
 
 
 def parse_layer(layer: int | str) -> Layer | None:
@@ -94,8 +95,8 @@ def parse_layer(layer: int | str) -> Layer | None:
     return match and Layer(_STACKS[match["stack"]][1], int(match["index"]))
 
 
-def gate_order(naming: str, given: str | None, name: str) -> str:
-    """Which half comes first: what was given, else what the naming says.
+def gate_order(naming: str, given: str | None, name: str, option: str = "--gate-order") -> str:
+    """Which half comes first: what was given, else what the naming says. ``option`` is how a user gives it.
 
     Raises:
         ValueError: it cannot be known.
@@ -105,8 +106,8 @@ def gate_order(naming: str, given: str | None, name: str) -> str:
     if naming not in GATE_ORDER_OF:
         raise ValueError(
             f"gate_order must be given for {name}, whose name is half MiniMax's and half diffusers': "
-            f"{' or '.join(map(repr, contract.GATE_ORDER))}. Look into the code that runs this checkpoint: the half "
-            "that goes through silu is the gate. Of a layer that is known in another checkpoint, `h3mlp verify` tells "
-            "the two apart"
+            f"{' or '.join(map(repr, contract.GATE_ORDER))} ({option}). Look into the code that runs this checkpoint: "
+            "the half that goes through silu is the gate. Of a layer that is known in another checkpoint, `h3mlp "
+            "verify` tells the two apart"
         )
     return GATE_ORDER_OF[naming]

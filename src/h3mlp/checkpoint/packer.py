@@ -24,7 +24,8 @@ class LayerPacker:
     def __init__(self, source: FC1Layer):
         self.source = source
         self._opened = source.open()
-        self._scale = torch.empty((source.ffn // contract.ROW_GROUP, 2, contract.ROW_GROUP), dtype=contract.SCALE)
+        shape = (source.ffn // contract.ROW_GROUP, 2, contract.ROW_GROUP)
+        self._scale = torch.empty(shape, dtype=contract.SCALE, device="cpu")
         if source.repacked:
             for half, scale in enumerate(self._opened.row_scales()):
                 self._scale[:, half] = scale.view(-1, contract.ROW_GROUP)
@@ -75,7 +76,8 @@ class LayerPacker:
         group = rows.first // contract.ROW_GROUP
         self._scale[group : group + len(packed), half] = scale.view(-1, contract.ROW_GROUP)
         packed.copy_(fp32.view(packed.shape))
-        sampled, of_rows = fp32[::SAMPLED], scale[::SAMPLED, None]
+        # In FP64, where the squares of all FP32 numbers are.
+        sampled, of_rows = fp32[::SAMPLED].double(), scale[::SAMPLED, None].double()
         codes = packed[:: SAMPLED // contract.ROW_GROUP, 0]
-        self._noise += codes.float().sub_(sampled).mul_(of_rows).square_().sum(dtype=torch.float64).item()
-        self._signal += sampled.mul(of_rows).square_().sum(dtype=torch.float64).item()
+        self._noise += codes.double().sub_(sampled).mul_(of_rows).square_().sum().item()
+        self._signal += sampled.mul_(of_rows).square_().sum().item()

@@ -13,12 +13,13 @@ and ``token_refiner.blocks.{i}.fc1_swiglu...`` likewise. The metadata of each fi
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from .. import check, contract
 from ..weights import PackedFC1
@@ -34,6 +35,11 @@ TENSORS = WEIGHT, SCALE, NORM, ROW_ORDER = "weight", "weight_scale", "norm_weigh
 
 ROUNDING = "E4M3, to nearest even, saturating; scale of a row = max |row| / 448"
 
+FULL_PRECISION = (
+    "The source asks for full-precision products (ComfyUI's full_precision_matrix_mult): here activations are "
+    "quantized to FP8."
+)
+
 
 @dataclass(frozen=True)
 class Description:
@@ -42,10 +48,11 @@ class Description:
     Attributes:
         hidden, ffn: H and F.
         layers: by name, what each was made of: source, form, gate_order, action ("quantized", "repacked" or
-            "requantized"), snr_db (of the rounding, from every 16th row; null where nothing was rounded) and crc32 of
-            each tensor.
+            "requantized"), full_precision (whether the source asks for activations that are not quantized), snr_db (of
+            the rounding, from every 16th row; null where nothing was rounded) and crc32 of each tensor.
         sources: name, bytes and sha256 of each file (null if it was not asked for).
-        loras: the same of each adapter, and scale.
+        loras: the same of each adapter, and what ``lora.Lora.record`` has.
+        beside: the SHA-256 of what was copied into the folder beside the files, by name.
         layout: the row order of all weights and scales.
         rounding: how weights were quantized.
         made_by: the version of h3mlp.
@@ -56,6 +63,7 @@ class Description:
     layers: dict[str, dict[str, Any]]
     sources: list[dict[str, Any]]
     loras: list[dict[str, Any]] = field(default_factory=list)
+    beside: dict[str, str] = field(default_factory=dict)
     layout: str = contract.PACKED
     rounding: str = ROUNDING
     made_by: str = ""
@@ -64,7 +72,7 @@ class Description:
 
     def as_metadata(self) -> dict[str, str]:
         """Of a safetensors file. "format" is what transformers looks for."""
-        return {"format": "pt", KEY: json.dumps(asdict(self), separators=(",", ":"))}
+        return {"format": "pt", KEY: json.dumps(asdict(self), separators=(",", ":"), allow_nan=False)}
 
 
 def tensor_name(layer: Layer | str, which: str) -> str:
@@ -86,21 +94,16 @@ def snr_text(action: str, snr_db: float | None) -> str:
     return "exact" if action == "repacked" else "-" if snr_db is None else f"{snr_db:.2f}"
 
 
-def is_prepared(container: Container) -> bool:
-    return KEY in container.metadata or any(".fc1_swiglu." in name for name in container.tensors)
-
-
-def check_replaceable(path: Path) -> None:
-    """
-    Raises:
-        ValueError: something is there that is not a prepared checkpoint, and must not be lost.
-    """
+def describes_prepared(metadata: Mapping[str, str]) -> bool:
+    """Whether these are the metadata of a file that ``h3mlp convert`` wrote, in this version or another."""
     try:
-        if not path.exists() or (path.is_dir() and not any(path.iterdir())) or is_prepared(open_checkpoint(path)):
-            return
-    except ValueError:
-        pass
-    raise ValueError(f"{path} must be new or a prepared checkpoint, which is replaced; remove what is there first")
+        return json.loads(metadata[KEY])["format"].startswith(FORMAT)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return False
+
+
+def is_prepared(container: Container) -> bool:
+    return any(map(describes_prepared, container.metadata_of))
 
 
 @dataclass(frozen=True)
@@ -123,17 +126,23 @@ class Prepared:
         own = {tensor_name(layer, which) for layer in self.layers for which in TENSORS}
         return tuple(name for name in self.container.tensors if name not in own)
 
-    def get(self, name: str) -> torch.Tensor:
-        """A tensor on the CPU, in the memory of the mapped file: nothing is read before it is used."""
-        with safe_open(self.container.tensors[name].file, "pt") as file:
-            return file.get_tensor(name)
+    def get(self, name: str, copy: bool = False) -> torch.Tensor:
+        """A tensor on the CPU: a copy, or in the memory of the mapped file, which is read where it is used."""
+        stored = self.container.tensors[name]
+        if copy:
+            return stored.read()
+        try:
+            with safe_open(stored.file, "pt") as file:
+                return file.get_tensor(name)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise OSError(f"{stored.file} cannot be mapped into memory ({error}): load it with copy=True") from None
 
-    def load(self, layer: Layer, which: str) -> torch.Tensor:
+    def load(self, layer: Layer, which: str, copy: bool = False) -> torch.Tensor:
         """One of a layer's, likewise."""
-        return self.get(tensor_name(layer, which))
+        return self.get(tensor_name(layer, which), copy)
 
-    def fc1(self, layer: Layer) -> PackedFC1:
-        return PackedFC1(self.load(layer, WEIGHT), self.load(layer, SCALE), self.description.layout)
+    def fc1(self, layer: Layer, copy: bool = False) -> PackedFC1:
+        return PackedFC1(self.load(layer, WEIGHT, copy), self.load(layer, SCALE, copy), self.description.layout)
 
 
 def open_prepared(path: Path | str | Prepared) -> Prepared:
@@ -146,10 +155,13 @@ def open_prepared(path: Path | str | Prepared) -> Prepared:
     if isinstance(path, Prepared):
         return path
     container = open_checkpoint(path)
-    if KEY not in container.metadata:
+    described = {metadata[KEY] for metadata in container.metadata_of if KEY in metadata}
+    if not described:
         raise ValueError(f"{path} must be a prepared checkpoint; it is not: make one of it with `h3mlp convert`")
+    if len(described) > 1:
+        raise ValueError(f"{path} must be of one conversion; its files are of {len(described)}: convert again")
     try:
-        content = json.loads(container.metadata[KEY])
+        content = json.loads(described.pop())
         if content["format"] != FORMAT or content["version"] != VERSION:
             raise ValueError(
                 f"must be {FORMAT!r}, version {VERSION}; it is {content['format']!r}, version {content['version']}: "
@@ -180,7 +192,7 @@ def _check_layer(container: Container, layer: str, description: Description) -> 
 
 
 def load_layer(
-    path: Path | str | Prepared, layer: int | str, device: torch.device | str = "cpu"
+    path: Path | str | Prepared, layer: int | str, device: torch.device | str = "cpu", *, copy: bool = False
 ) -> tuple[PackedFC1, torch.Tensor]:
     """The prepared weight of one layer, and its norm weight BF16 [H]. As ``load_fc1``; takes an opened one too."""
     prepared = open_prepared(path)
@@ -188,26 +200,31 @@ def load_layer(
     if wanted not in prepared.layers:
         names = list(prepared.description.layers)
         check.refuse("layer", f"one of {names[0]} to {names[-1]}, or the number of a transformer block", layer)
-    packed, norm = prepared.fc1(wanted), prepared.load(wanted, NORM)
+    packed, norm = prepared.fc1(wanted, copy), prepared.load(wanted, NORM, copy)
     return packed.to(device), norm.to(device)
 
 
-def load_fc1(path: Path | str, layer: int | str, device: torch.device | str = "cpu") -> PackedFC1:
+def load_fc1(
+    path: Path | str, layer: int | str, device: torch.device | str = "cpu", *, copy: bool = False
+) -> PackedFC1:
     """The prepared FC1 weight of one layer of a checkpoint that ``h3mlp convert`` made.
 
-    On the CPU it lies in the mapped file: nothing is copied, and pages are read when they are used.
+    On the CPU it lies in the mapped file: nothing is copied, and pages are read when they are used. A file that is
+    overwritten in place then changes the weight, and one that is cut off, or on a network disk that fails, ends the
+    process by SIGBUS, which is no exception. With ``copy`` it is read at once into memory of its own.
 
     Args:
-        path: the file, its index.json or its folder.
+        path: the file, its index.json or its folder, or the name of a snapshot in Hugging Face's cache.
         layer: the number of a transformer block, or a block's name in either naming ("blocks.3",
             "transformer_blocks.3", "token_refiner.refiner_blocks.0").
         device: where the weight shall be.
+        copy: read the file instead of mapping it.
 
     Returns:
         E4M3 [2F, H] and FP32 [2F], with the row order checked.
 
     Raises:
         ValueError: it is not a prepared checkpoint, or is damaged; there is no such layer.
-        OSError: a file cannot be read.
+        OSError: a file cannot be read, or not be mapped.
     """
-    return load_layer(path, layer, device)[0]
+    return load_layer(path, layer, device, copy=copy)[0]

@@ -3,10 +3,11 @@
 A weight's form is its dtype and, of FP8, what its scale belongs to:
 
 * BF16, FP16, FP32: as they are.
-* FP8 with a scale per channel ([2F], [2F, 1]), per tensor ([], [1]) or per block of 128 x 128: ``weight = code *
-  scale``, whether the scale is called weight_scale, scale_weight or, as DeepSeek does, weight_scale_inv.
+* FP8 with a scale per channel ([2F], [2F, 1]), per half ([2], in the order of the halves, as vLLM fuses static
+  scales), per tensor ([], [1]) or per block of 128 x 128: ``weight = code * scale``, whether the scale is called
+  weight_scale, scale_weight or, as DeepSeek does, weight_scale_inv.
 
-E4M3 codes with one scale a row, or one for all rows, are what the kernels take, so that they need no second rounding.
+E4M3 codes with one scale a row, or one for many rows, are what the kernels take, so that they need no second rounding.
 Scales are always read by the row of the weight that they stand beside, whatever happens to that row afterwards.
 """
 
@@ -14,18 +15,19 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import torch
 
 from .. import check, contract
 from .container import DTYPES, Container, Stored
-from .lora import Delta, Lora, open_lora
+from .lora import Adapter, Delta, Lora, Pair, Target, open_lora
 from .names import FC1, FC2, NORM, Layer, Part, gate_order, parse
 
 BLOCK = 128
 """Rows and columns that share a scale in block-quantized FP8."""
+
+PER_BLOCK = f"{BLOCK}x{BLOCK} block"
 
 SCALE_TAILS = ("weight_scale", "scale_weight", "weight_scale_inv")
 UNUSED_TAILS = ("input_scale", "scale_input")
@@ -33,6 +35,10 @@ UNUSED_TAILS = ("input_scale", "scale_input")
 
 FLOATS = {"BF16": "BF16", "F16": "FP16", "F32": "FP32"}
 FP8 = {"F8_E4M3": "E4M3", "F8_E5M2": "E5M2"}
+
+E4M3_HALF_STEP = 2.0**-10
+E5M2_HALF_STEP = 2.0**-17
+"""Half the distance of two subnormal codes."""
 
 LARGEST_WEIGHT = 1e4
 """Weights of this model are around 0.01. Codes times the reciprocal of their scale are 10^6 and more."""
@@ -56,10 +62,11 @@ class FC1Layer:
         weight: [2F, H].
         scale: of FP8, else None.
         norm: [H].
-        granularity: of the scale: "channel", "tensor", "128x128 block", or "".
+        granularity: of the scale: "channel", "half", "tensor", "128x128 block", or "".
         naming: that of its name.
         gate_order: which half comes first.
         consumed: the names of all tensors that belong to the weight.
+        full_precision: ComfyUI's marker asks for products of activations that are not quantized.
         pairs: of the adapters.
     """
 
@@ -71,7 +78,8 @@ class FC1Layer:
     naming: str
     gate_order: str
     consumed: tuple[str, ...]
-    pairs: tuple = field(default=())
+    full_precision: bool = False
+    pairs: tuple[Pair, ...] = ()
 
     @property
     def ffn(self) -> int:
@@ -91,7 +99,7 @@ class FC1Layer:
     @property
     def repacked(self) -> bool:
         """Whether its codes are taken over as they are."""
-        return self.weight.dtype == "F8_E4M3" and self.granularity in ("channel", "tensor") and not self.pairs
+        return self.weight.dtype == "F8_E4M3" and self.granularity != PER_BLOCK and not self.pairs
 
     def stored_row(self, row: int, is_up: bool) -> int:
         """Where a row of the gate or the up half is in the weight as it is stored."""
@@ -125,7 +133,7 @@ class Opened:
         self.source = source
         self._memory = _Memory()
         self._scale = None if source.scale is None else _read_scale(source)
-        self._delta = Delta(list(source.pairs)) if source.pairs else None
+        self._delta = Delta(source.pairs) if source.pairs else None
 
     def fp32(self, rows: Rows, is_up: bool) -> torch.Tensor:
         """FP32 rows of one half, adapters included; valid until the next call, which uses the same memory."""
@@ -139,8 +147,20 @@ class Opened:
 
     def row_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
         """FP32 [F] of the gate rows and of the up rows, of a layer that is repacked."""
-        first, second = self._scale.expand(2 * self.source.ffn).chunk(2)
+        first, second = self._scale.chunk(2)
         return (first, second) if self.source.gate_order == "gate_up" else (second, first)
+
+    def half_steps(self, first: int, count: int, is_up: bool) -> torch.Tensor | float:
+        """FP32 [count]: by how much rounding to this form, if it is FP8, moves small numbers of these rows of one
+        half."""
+        if self._scale is None:
+            return 0.0
+        stored = self.source.stored_row(first, is_up)
+        if self.source.granularity == PER_BLOCK:
+            of_row = self._scale[_blocks_of(stored, count)].amax(1)
+        else:
+            of_row = self._scale[stored : stored + count]
+        return of_row * (E4M3_HALF_STEP if self.source.weight.dtype == "F8_E4M3" else E5M2_HALF_STEP)
 
     def scale_range(self) -> tuple[float, float] | None:
         """The least and the largest scale, if there are any."""
@@ -160,25 +180,31 @@ class Opened:
                 raise ValueError(f"{self.source.weight.name} must be finite; row {row} has {value}")
 
     def _apply_scale_(self, fp32: torch.Tensor, first: int) -> None:
-        if self.source.granularity == "channel":
-            fp32.mul_(self._scale[first : first + len(fp32), None])
-        elif self.source.granularity == "tensor":
-            fp32.mul_(self._scale)
+        if self.source.granularity == PER_BLOCK:
+            fp32.view(len(fp32), -1, BLOCK).mul_(self._scale[_blocks_of(first, len(fp32)), :, None])
         else:
-            of_row = torch.arange(first, first + len(fp32)) // BLOCK
-            fp32.view(len(fp32), -1, BLOCK).mul_(self._scale[of_row, :, None])
+            fp32.mul_(self._scale[first : first + len(fp32), None])
+
+
+def _blocks_of(first: int, count: int) -> torch.Tensor:
+    """In which block each of these rows is."""
+    return torch.arange(first, first + count, dtype=torch.long, device="cpu") // BLOCK
 
 
 class _Memory:
     """FP32 memory that is used again: to fill fresh memory takes 3 to 8 times as long."""
 
     def __init__(self) -> None:
-        self._held = torch.empty(0)
+        self._held = _fp32(0)
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._held.numel() < tensor.numel():
-            self._held = torch.empty(tensor.numel())
+            self._held = _fp32(tensor.numel())
         return self._held[: tensor.numel()].view(tensor.shape)
+
+
+def _fp32(count: int) -> torch.Tensor:
+    return torch.empty(count, dtype=torch.float32, device="cpu")
 
 
 def fc1_layers(container: Container, given_gate_order: str | None = None) -> dict[Layer, FC1Layer]:
@@ -195,6 +221,8 @@ def fc1_layers(container: Container, given_gate_order: str | None = None) -> dic
     if given_gate_order is not None:
         check.gate_order(given_gate_order)
     parts: dict[Layer, dict[str, dict[str, tuple[Part, Stored]]]] = defaultdict(lambda: defaultdict(dict))
+    names: dict[tuple[str, str], str] = {}
+    names_of_fc1: dict[str, str] = {}
     for name, stored in container.tensors.items():
         part = parse(name)
         if part is None:
@@ -203,6 +231,10 @@ def fc1_layers(container: Container, given_gate_order: str | None = None) -> dic
         if part.tail in of_module:
             raise ValueError(f"{part.layer} must be there once; it is as {of_module[part.tail][1].name} and as {name}")
         of_module[part.tail] = (part, stored)
+        names.setdefault((part.prefix, part.of_block), name)
+        if part.module == FC1:
+            names_of_fc1.setdefault(part.naming, name)
+    _check_one_naming(container, (*names.values(),), (*names_of_fc1.values(),))
     layers = {
         layer: _layer(layer, modules, given_gate_order) for layer, modules in sorted(parts.items()) if modules[FC1]
     }
@@ -213,20 +245,28 @@ def fc1_layers(container: Container, given_gate_order: str | None = None) -> dic
 
 
 def with_loras(
-    layers: dict[Layer, FC1Layer], files: Sequence[tuple[Path, float]]
+    layers: dict[Layer, FC1Layer], adapters: Sequence[Adapter]
 ) -> tuple[dict[Layer, FC1Layer], tuple[Lora, ...]]:
-    """The same layers with what adapters add, and the adapters, of files with a factor for each.
+    """The same layers with what adapters add, and the adapters.
 
     Raises:
         ValueError: as ``open_lora``.
     """
-    shapes = {layer: source.weight.shape for layer, source in layers.items()}
-    loras = tuple(open_lora(path, scale, shapes) for path, scale in files)
+    targets = {layer: Target(source.weight.shape, source.naming, source.gate_order) for layer, source in layers.items()}
+    loras = tuple(open_lora(adapter, targets) for adapter in adapters)
     merged = {
         layer: replace(source, pairs=tuple(lora.pairs[layer] for lora in loras if layer in lora.pairs))
         for layer, source in layers.items()
     }
     return merged, loras
+
+
+def _check_one_naming(container: Container, *alternatives: tuple[str, ...]) -> None:
+    """Tensors of several models, or of one in two namings, are not put together."""
+    for names in alternatives:
+        if len(names) > 1:
+            first, second, *_ = sorted(names)
+            raise ValueError(f"{container.path} must name all its layers in one way; it has {first} and {second}")
 
 
 def _layer(layer: Layer, modules: dict, given: str | None) -> FC1Layer:
@@ -238,8 +278,7 @@ def _layer(layer: Layer, modules: dict, given: str | None) -> FC1Layer:
             raise ValueError(f"{stored.name} must not be there: FC1 has a weight and, in FP8, a scale, nothing else")
     if "weight" not in fc1:
         raise ValueError(f"{layer} must have its FC1 weight; {some.name} is there alone")
-    if "comfy_quant" in fc1:
-        _check_comfy_quant(fc1["comfy_quant"])
+    full_precision = "comfy_quant" in fc1 and _asks_for_full_precision(fc1["comfy_quant"])
     weight = fc1["weight"]
     fc2 = modules[FC2].get("weight")
     _check_weight(weight, fc2 and fc2[1])
@@ -257,6 +296,7 @@ def _layer(layer: Layer, modules: dict, given: str | None) -> FC1Layer:
         naming=part.naming,
         gate_order=gate_order(part.naming, given, weight.name),
         consumed=tuple(stored.name for stored in fc1.values()),
+        full_precision=full_precision,
     )
 
 
@@ -296,9 +336,10 @@ def _granularity(weight: Stored, scales: list[Stored]) -> str:
     of_shape = {
         (): "tensor",
         (1,): "tensor",
+        (2,): "half",
         (rows,): "channel",
         (rows, 1): "channel",
-        (math.ceil(rows / BLOCK), math.ceil(hidden / BLOCK)): "128x128 block",
+        (math.ceil(rows / BLOCK), math.ceil(hidden / BLOCK)): PER_BLOCK,
     }
     if scale.shape not in of_shape or scale.dtype not in ("F64", *FLOATS):
         raise ValueError(
@@ -309,9 +350,8 @@ def _granularity(weight: Stored, scales: list[Stored]) -> str:
 
 
 def _read_scale(source: FC1Layer) -> torch.Tensor:
-    """FP32: [2F], [1] or blocks."""
+    """FP32: a scale a row, [2F], or blocks."""
     scale = source.scale.read().float()
-    scale = scale if source.granularity.endswith("block") else scale.flatten()
     bad = ~(scale.isfinite() & (scale >= 0))
     if bad.any():
         raise ValueError(f"{source.scale.name} must be finite and not negative; it has {scale[bad][0].item()}")
@@ -321,11 +361,15 @@ def _read_scale(source: FC1Layer) -> torch.Tensor:
             f"{source.scale.name} must be what the codes are multiplied by; up to {scale.max().item():.3g} it allows "
             f"weights of {largest:.3g}, as a reciprocal would"
         )
-    return scale
+    if source.granularity == PER_BLOCK:
+        return scale
+    scale = scale.flatten()
+    return scale.repeat_interleave(2 * source.ffn // len(scale))
 
 
-def _check_comfy_quant(marker: Stored) -> None:
-    """ComfyUI says in JSON how a layer was quantized; rotated ones ("convrot") look like any other FP8."""
+def _asks_for_full_precision(marker: Stored) -> bool:
+    """ComfyUI says in JSON how a layer was quantized; rotated ones ("convrot") look like any other FP8. Products that
+    it asks for in full precision are those of activations that are not quantized."""
     try:
         settings = json.loads(bytes(marker.read_bytes(0, marker.nbytes)))
         plain = settings.pop("format") in ("float8_e4m3fn", "float8_e5m2")
@@ -335,6 +379,7 @@ def _check_comfy_quant(marker: Stored) -> None:
     if not plain or strange:
         content = bytes(marker.read_bytes(0, min(marker.nbytes, 200))).decode(errors="replace")
         raise ValueError(f"{marker.name} must say that the weight is plain FP8; it says {content!r}")
+    return bool(settings.get("full_precision_matrix_mult"))
 
 
 def _check_complete(container: Container, layers: dict[Layer, FC1Layer], named: set[Layer]) -> None:
@@ -363,8 +408,15 @@ def _configured(container: Container) -> dict[str, int]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    names = {"blocks": "num_layers", "token_refiner.blocks": "num_refiner_layers"}
-    return {stack: config[name] for stack, name in names.items() if isinstance(config, dict) and name in config}
+    found = {}
+    for stack, name in (("blocks", "num_layers"), ("token_refiner.blocks", "num_refiner_layers")):
+        count = config.get(name) if isinstance(config, dict) else None
+        if count is None:
+            continue
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise ValueError(f"{name} of {file} must be a number of layers; it is {count!r}")
+        found[stack] = count
+    return found
 
 
 def _none_found(container: Container) -> None:

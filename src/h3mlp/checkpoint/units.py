@@ -9,10 +9,11 @@ import torch
 
 from .. import contract
 from .container import DTYPES, Stored
+from .layout import Entry
 from .packer import STEP_ROWS, LayerPacker
 from .prepared import tensor_name, tensors_of
 from .source import FC1Layer, Rows
-from .writer import Entry, Writer
+from .writer import Writer
 
 COPY_BYTES = 2**26
 """Of a tensor that is copied, at a time."""
@@ -24,6 +25,7 @@ class Unit(Protocol):
     name: str
     nbytes: int  # to be read
     entries: list[Entry]
+    decisions: list  # all that its content depends on besides the contents of the files
 
     def reads(self) -> Iterator[Callable[[], Any]]:
         """What gets its pieces."""
@@ -44,6 +46,8 @@ class LayerUnit:
             Entry(tensor_name(self.name, which), dtype, shape, DTYPES[dtype].itemsize * math.prod(shape))
             for which, (dtype, shape) in tensors_of(source.hidden, source.ffn).items()
         ]
+        self.decisions = [self.name, describe(source, None), source.norm.name, *source.consumed]
+        self.decisions += [pair.decisions for pair in source.pairs]
         self.record: dict[str, Any] = {}
 
     def reads(self) -> Iterator[Callable[[], Rows]]:
@@ -69,6 +73,7 @@ class CopyUnit:
     def __init__(self, stored: Stored):
         self.stored, self.name, self.nbytes = stored, f"copy {stored.name}", stored.nbytes
         self.entries = [Entry(stored.name, stored.dtype, stored.shape, stored.nbytes)]
+        self.decisions = [self.name]
         self.record: dict[str, Any] = {}
 
     def reads(self) -> Iterator[Callable[[], bytearray]]:
@@ -94,6 +99,7 @@ def describe(source: FC1Layer, snr_db: float | None) -> dict[str, Any]:
         "form": source.form + merged,
         "gate_order": source.gate_order,
         "action": action,
+        "full_precision": source.full_precision,
         "snr_db": snr_db if snr_db is None else round(snr_db, 2),
     }
 

@@ -6,7 +6,7 @@ those that the mistakes would give, and the operator's output with that of the B
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,9 @@ from ..accuracy import compare, decibels
 from ..operator import fc1_swiglu_fp8
 from .comparison import SAME_WEIGHT_DB, Comparison
 from .container import open_checkpoint
-from .prepared import NORM, Prepared, open_prepared
+from .lora import Adapter
+from .lora import describe as describe_lora
+from .prepared import FULL_PRECISION, NORM, Prepared, open_prepared
 from .source import FC1Layer, fc1_layers, with_loras
 
 ROUNDED_ONCE_DB = 24.5
@@ -45,6 +47,7 @@ class Check:
         exchanged_db: the SNR if the halves were the other way round.
         output_db: of the operator's output against the BF16 layer's.
         exchanged_output_db: the same with the halves the other way round; None for a layer that is right.
+        full_precision: the source asks for activations that are not quantized.
         faults: what is wrong.
     """
 
@@ -56,6 +59,7 @@ class Check:
     exchanged_db: float
     output_db: float
     exchanged_output_db: float | None
+    full_precision: bool
     faults: tuple[str, ...]
 
 
@@ -74,16 +78,9 @@ class Verified:
         return not any(check.faults for check in self.checks)
 
     def as_json(self) -> dict[str, Any]:
-        """JSON has no Inf: where the weight is exact, the SNR is null."""
-        checks = [
-            {
-                key: None if isinstance(value, float) and not math.isfinite(value) else value
-                for key, value in plain.items()
-            }
-            for plain in map(asdict, self.checks)
-        ]
+        """JSON has no infinity: where the weight is exact, the SNR is null."""
         plain = {"path": str(self.path), "against": str(self.against), "rows": self.rows, "device": self.device}
-        return {**plain, "ok": self.ok, "layers": checks}
+        return terminal.finite({**plain, "ok": self.ok, "layers": [asdict(check) for check in self.checks]})
 
 
 def run(
@@ -92,7 +89,7 @@ def run(
     rows: int = 64,
     *,
     gate_order: str | None = None,
-    loras: Sequence[tuple[Path, float]] = (),
+    loras: Sequence[Adapter | tuple] = (),
     progress: Callable[[str, float, float], None] = lambda *_: None,
 ) -> Verified:
     """Compare a prepared checkpoint with the one it was made of, or with another of the same weights.
@@ -102,7 +99,7 @@ def run(
         against: its source, in any form.
         rows: of the synthetic activations.
         gate_order: of the source, where it is not as its names say.
-        loras: the adapters that were merged, with their factors.
+        loras: the adapters that were merged, as they were given to ``convert``.
         progress: takes the current step, and how many layers of how many are done.
 
     Raises:
@@ -111,13 +108,9 @@ def run(
         OSError: a file cannot be read.
     """
     prepared = open_prepared(path)
-    layers, adapters = with_loras(fc1_layers(open_checkpoint(against), gate_order), loras)
-    merged = sorted((lora["name"], lora["scale"]) for lora in prepared.description.loras)
-    given = sorted((adapter.path.name, adapter.scale) for adapter in adapters)
-    if merged != given:
-        raise ValueError(
-            f"--lora must be given as for {path}, which has {_loras(merged)} merged; given: {_loras(given)}"
-        )
+    layers, adapters = with_loras(fc1_layers(open_checkpoint(against), gate_order), [Adapter(*lora) for lora in loras])
+    given = [{"name": adapter.path.name, **adapter.record} for adapter in adapters]
+    _check_adapters(path, prepared.description.loras, given)
     if set(prepared.layers) != set(layers):
         odd = min(set(prepared.layers) ^ set(layers))
         raise ValueError(f"{path} and {against} must have the same layers; only one has {odd}")
@@ -132,8 +125,20 @@ def run(
     return Verified(path, against, rows, str(device), tuple(checks))
 
 
-def _loras(loras: Sequence[tuple[str, float]]) -> str:
-    return ", ".join(f"{name} x {scale:g}" for name, scale in loras) or "none"
+def _check_adapters(path: Path, merged: Sequence[Mapping[str, Any]], given: Sequence[Mapping[str, Any]]) -> None:
+    """The same adapters, merged in the same way as far as that was recorded."""
+    unlike = len(merged) != len(given) or any(
+        recorded.get(key, value) != value
+        for recorded, found in zip(*(sorted(loras, key=_name_and_scale) for loras in (merged, given)), strict=True)
+        for key, value in found.items()
+    )
+    if unlike:
+        texts = ("; ".join(map(describe_lora, loras)) or "none" for loras in (merged, given))
+        raise ValueError("--lora must be given as for {}, which has {}; given: {}".format(path, *texts))
+
+
+def _name_and_scale(lora: Mapping[str, Any]) -> tuple[str, float]:
+    return lora["name"], lora["scale"]
 
 
 def _check(prepared: Prepared, source: FC1Layer, rows: int, device: torch.device) -> Check:
@@ -141,7 +146,7 @@ def _check(prepared: Prepared, source: FC1Layer, rows: int, device: torch.device
     recorded = prepared.description.layers[str(layer)]
     weights = Comparison(prepared, source)
     faults = [*weights.damaged]
-    if not torch.equal(prepared.load(layer, NORM), source.read_norm()):
+    if not torch.equal(prepared.load(layer, NORM, copy=True), source.read_norm()):
         faults.append("its norm weight is another")
     faults += weights.faults(_least_db(source, recorded))
     output, exchanged = _outputs(prepared, source, weights.bf16, rows, device, both=bool(faults))
@@ -149,7 +154,7 @@ def _check(prepared: Prepared, source: FC1Layer, rows: int, device: torch.device
         if exchanged is None:
             output, exchanged = _outputs(prepared, source, weights.bf16, rows, device, both=True)
         faults.append(f"its output is off: {output:.1f} dB, {exchanged:.1f} dB with the halves exchanged")
-    worst = int(weights.snr_db.argmin())
+    worst = weights.worst
     return Check(
         layer=str(layer),
         form=source.form,
@@ -159,6 +164,7 @@ def _check(prepared: Prepared, source: FC1Layer, rows: int, device: torch.device
         exchanged_db=decibels(*weights.exchanged),
         output_db=output,
         exchanged_output_db=exchanged,
+        full_precision=source.full_precision,
         faults=tuple(faults),
     )
 
@@ -176,8 +182,8 @@ def _outputs(
     """SNR of the operator's output against the BF16 layer's, and against that of the halves exchanged."""
     batch = synthetic.layer(rows, source.hidden, contract.FFN_MULTIPLE)
     layer = replace(batch, weight=bf16, x_norm_weight=source.read_norm()).to(device)
-    fc1 = prepared.fc1(source.layer).to(device)
-    norm = prepared.load(source.layer, NORM).to(device)
+    fc1 = prepared.fc1(source.layer, copy=True).to(device)
+    norm = prepared.load(source.layer, NORM, copy=True).to(device)
     y = fc1_swiglu_fp8(layer.x, norm, *layer.activations[2:], *fc1)
     output = compare(y, layer.forward_bf16()).snr_db
     if not both:
@@ -211,6 +217,8 @@ def _verdict(verified: Verified) -> Iterator[str]:
         for fault in check.faults:
             yield f"{check.layer}: {fault}"
     count = len(verified.checks)
+    if any(check.full_precision for check in verified.checks):
+        yield FULL_PRECISION
     if off:
         yield f"FAILED: {len(off)} of {count} layers are off"
     else:

@@ -1,163 +1,109 @@
 """Safetensors files written by pieces, in bounded memory, that appear whole or not at all and can be resumed.
 
-What is written lies in a hidden folder beside the destination until it is complete, with a journal that has a line for
-each finished unit and the checksums of its tensors. The header comes last, into room that was left for it, so that an
-unfinished file is no safetensors file. Then everything is renamed into place.
+What is written lies in a hidden folder until it is complete, with a journal: a line for the plan, and one for each
+finished unit with the checksums of its tensors. The header of a file comes last, into room that was left for it, so
+that an unfinished one is no safetensors file. Then it is noted which files have to be moved to the destination, and
+they are moved: whoever is interrupted from there on is finished by the next run.
 """
 
-import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import filelock
-
-from .container import DTYPES, INDEX_SUFFIX, SUFFIX
-
-SHARD_BYTES = 5 * 10**9
-"""Where the ecosystem begins another file."""
+from .destination import INDEX, Destination, ability
+from .layout import Layout
+from .scratch import Begun, Pending, Scratch, write_kept
 
 HEADER_ROOM = 4096
 """For what the metadata do not say before the end, beyond what the draft has in its place."""
 
-STEM = "model"
-"""Of files in a folder: model.safetensors, model-00001-of-00002.safetensors."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A tensor to be written."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class _Place:
-    file: str
-    begin: int  # within the file's data
-    entry: Entry
-
-
-class Layout:
-    """Which tensor goes where."""
-
-    def __init__(self, units: Iterable[Sequence[Entry]], one_file: str | None):
-        """
-        Args:
-            units: tensors that belong together, in order; a unit is never split over two files.
-            one_file: the name of the one file, or None to begin another after ``SHARD_BYTES``.
-        """
-        shards: list[list[Entry]] = [[]]
-        for unit in units:
-            size = sum(entry.nbytes for entry in (*shards[-1], *unit))
-            if shards[-1] and size > SHARD_BYTES and one_file is None:
-                shards.append([])
-            shards[-1].extend(unit)
-        single = one_file or f"{STEM}{SUFFIX}"
-        count = len(shards)
-        names = [single] if count == 1 else [f"{STEM}-{i + 1:05d}-of-{count:05d}{SUFFIX}" for i in range(count)]
-        self.files = dict(zip(names, shards, strict=True))
-        self.sharded = count > 1
-        self._places: dict[str, _Place] = {}
-        for name, entries in self.files.items():
-            begin = 0
-            for entry in sorted(entries, key=_alignment):
-                self._places[entry.name] = _Place(name, begin, entry)
-                begin += entry.nbytes
-
-    @property
-    def nbytes(self) -> int:
-        return sum(place.entry.nbytes for place in self._places.values())
-
-    def place(self, name: str) -> _Place:
-        return self._places[name]
-
-    def header(self, file: str, metadata: Mapping[str, str]) -> bytes:
-        """The JSON of one file."""
-        header: dict[str, Any] = {"__metadata__": dict(metadata)}
-        for name, place in self._places.items():
-            if place.file == file:
-                span = [place.begin, place.begin + place.entry.nbytes]
-                header[name] = {"dtype": place.entry.dtype, "shape": place.entry.shape, "data_offsets": span}
-        return json.dumps(header, separators=(",", ":")).encode()
-
-    def index(self, metadata: Mapping[str, str]) -> bytes:
-        weight_map = {name: place.file for name, place in sorted(self._places.items())}
-        content = {"metadata": {"total_size": self.nbytes, **metadata}, "weight_map": weight_map}
-        return (json.dumps(content, indent=2) + "\n").encode()
-
-
-def _alignment(entry: Entry) -> tuple[bool, int]:
-    """Sizes of whole cache lines come first, so that all of them are aligned to one, then wider elements."""
-    return bool(entry.nbytes % 64), -DTYPES[entry.dtype].itemsize if entry.dtype in DTYPES else -1
-
 
 class Writer:
     """A checkpoint in the making. Use as a context manager: what is not published stays for another try, unless
-    ``discard`` was called."""
+    ``discard`` was called.
 
-    def __init__(self, destination: Path, layout: Layout, metadata: Mapping[str, str], plan: str, resume: bool):
+    Attributes:
+        records: of the units that are finished, by name.
+    """
+
+    def __init__(
+        self,
+        destination: Destination,
+        layout: Layout,
+        metadata: Mapping[str, str],
+        beside: Mapping[str, bytes],
+        plan: str,
+        resume: bool,
+    ):
         """
         Args:
-            destination: a name that ends in .safetensors for one file, else a folder.
+            destination: where it shall be.
             layout: of the tensors.
             metadata: a draft of the final ones, about as long.
+            beside: other files for the folder, by name.
             plan: a digest of all that the content depends on; only what was begun by the same plan is resumed.
             resume: go on with what an interrupted run left.
 
         Raises:
-            ValueError: another process is writing it; what is to be resumed was begun otherwise.
+            ValueError: another process is writing it, something at the destination must not be lost, or what is to be
+                resumed was begun otherwise.
             OSError: it cannot be written, or there is too little room.
         """
-        self._destination, self._layout, self._plan = destination, layout, plan
-        self._room = {name: -(-(len(layout.header(name, metadata)) + HEADER_ROOM) // 64) * 64 for name in layout.files}
-        self._folder = partial_folder(destination)
+        self._destination, self._layout, self._beside, self._plan = destination, layout, beside, plan
+        self._header_bytes = {
+            name: -(-(len(layout.header(name, metadata)) + HEADER_ROOM) // 64) * 64 for name in layout.files
+        }
+        self._names = [*layout.files, *([INDEX] if layout.sharded else []), *beside]
+        self._scratch = Scratch(destination.partial)
         self._crcs: dict[str, int] = {}
         self._files: dict[str, Any] = {}
-        self._discarded = False
+        self._unsynced: dict[str, list[str]] = defaultdict(list)
+        self._published = self._discarded = False
         self._disk = ThreadPoolExecutor(1)
         self._syncing: Future | None = None
-        self._folder.mkdir(exist_ok=True)
-        self._lock = filelock.FileLock(self._folder / "lock")
-        try:
-            self._lock.acquire(timeout=0)
-        except filelock.Timeout:
-            raise ValueError(f"{destination} must not be written by two at once; another process is at it") from None
-        try:
-            _recover(self._folder, destination)
-            self.records = self._resumed() if resume else {}
-            if not self.records:
-                self._begin()
-            self._files = {name: open(self._payload / name, "r+b") for name in layout.files}  # noqa: SIM115
-            self._journal = open(self._folder / "journal.jsonl", "a", encoding="utf-8")  # noqa: SIM115
-        except BaseException:
-            self._lock.release()
-            raise
+        self.records: dict[str, dict[str, Any]] = {}
+        with self._scratch.claimed(destination.given):
+            self._open(resume)
 
-    @property
-    def _payload(self) -> Path:
-        return self._folder / "files"
+    def _open(self, resume: bool) -> None:
+        begun, pending = self._scratch.read_journal(), self._scratch.read_pending()
+        if pending is not None:
+            self._destination.put(self._scratch.payload, pending.names, pending.room)
+            if resume and begun.plan == self._plan:
+                self.records, self._published = begun.records, True
+                return
+            self._scratch.clear()
+            begun = Begun()
+        self._room = self._destination.room(self._names, self._beside)
+        if resume and begun.plan is not None:
+            if begun.plan != self._plan:
+                raise ValueError(
+                    "--resume needs the same source and options as before; what was begun for "
+                    f"{self._destination.given} had others. Without --resume it is begun anew"
+                )
+            self.records = {unit: found for unit, found in begun.records.items() if self._is_intact(found["crc32"])}
+        if not self.records:
+            self._begin()
+        self._files = {name: open(self._scratch.payload / name, "r+b") for name in self._layout.files}  # noqa: SIM115
 
     def __enter__(self) -> "Writer":
         return self
 
     def __exit__(self, *_error) -> None:
         self._disk.shutdown()
-        for file in (*self._files.values(), self._journal):
-            with suppress(OSError):  # a full disk: what was raised first says so
+        with suppress(OSError):  # what was raised first says what is wrong
+            self._wait_for_disk()
+        for file in self._files.values():
+            with suppress(OSError):
                 file.close()
-        self._lock.release()
         if self._discarded:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._scratch.clear()
+        self._scratch.release()
 
     def discard(self) -> None:
         """Leave nothing for another try, which could not do better."""
@@ -165,51 +111,34 @@ class Writer:
 
     def _begin(self) -> None:
         """From nothing, and only if it will fit."""
-        shutil.rmtree(self._payload, ignore_errors=True)
-        (self._folder / "journal.jsonl").unlink(missing_ok=True)
-        need, free = self._layout.nbytes + sum(self._room.values()), shutil.disk_usage(self._folder).free
+        self._scratch.clear()
+        need = self._layout.nbytes + sum(self._header_bytes.values())
+        free = shutil.disk_usage(self._scratch.folder).free
         if need > free:
-            self._folder_is_gone()
-            raise OSError(f"{self._destination} needs {need:,} bytes; {free:,} are free on that disk")
-        self._payload.mkdir()
+            raise OSError(f"{self._destination.given} needs {need:,} bytes; {free:,} are free on that disk")
+        self._scratch.begin(self._plan, self._names)
         for name, entries in self._layout.files.items():
-            with open(self._payload / name, "wb") as file:
-                file.truncate(self._room[name] + sum(entry.nbytes for entry in entries))
-        line = json.dumps({"plan": self._plan})
-        (self._folder / "journal.jsonl").write_text(f"{line}\n", encoding="utf-8")
-
-    def _folder_is_gone(self) -> None:
-        self._lock.release()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _resumed(self) -> dict[str, dict[str, Any]]:
-        """What the journal has of finished units, as far as their tensors are still what was written."""
-        journal = self._folder / "journal.jsonl"
-        if not journal.is_file():
-            return {}
-        lines = []
-        for line in journal.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                lines.append(json.loads(line))
-            except ValueError:  # cut off with the process that wrote it
-                continue
-        if not lines or lines[0].get("plan") != self._plan:
-            raise ValueError(
-                f"--resume needs the same source and options as before; what was begun for {self._destination} had "
-                "others. Without --resume it is begun anew"
-            )
-        records = {line["unit"]: line for line in lines[1:]}
-        return {unit: record for unit, record in records.items() if self._is_intact(record["crc32"])}
+            path = self._scratch.payload / name
+            path.touch()
+            with ability("make a file larger or write in the middle of it", path):
+                os.truncate(path, self._header_bytes[name] + sum(entry.nbytes for entry in entries))
+                with open(path, "r+b") as file:
+                    file.seek(self._header_bytes[name] - 1)
+                    file.write(b" ")
 
     def _is_intact(self, crcs: dict[str, int]) -> bool:
+        """Whether these tensors are still what was written."""
         for name, crc in crcs.items():
             place = self._layout.place(name)
             found = 0
-            with open(self._payload / place.file, "rb") as file:
-                file.seek(self._room[place.file] + place.begin)
-                left = place.entry.nbytes
-                while left and (data := file.read(min(left, 2**24))):
-                    found, left = zlib.crc32(data, found), left - len(data)
+            try:
+                with open(self._scratch.payload / place.file, "rb") as file:
+                    file.seek(self._header_bytes[place.file] + place.begin)
+                    left = place.entry.nbytes
+                    while left and (data := file.read(min(left, 2**24))):
+                        found, left = zlib.crc32(data, found), left - len(data)
+            except FileNotFoundError:
+                return False
             if left or found != crc:
                 return False
         return True
@@ -218,68 +147,68 @@ class Writer:
         """Some bytes of a tensor, from byte ``at``. A tensor's bytes come in their order."""
         place = self._layout.place(name)
         file = self._files[place.file]
-        file.seek(self._room[place.file] + place.begin + at)
+        file.seek(self._header_bytes[place.file] + place.begin + at)
         file.write(data)
         self._crcs[name] = zlib.crc32(data, self._crcs.get(name, 0) if at else 0)
 
     def finish(self, unit: str, names: Sequence[str], record: Mapping[str, Any]) -> None:
-        """A unit is complete: its record is kept, with the checksums of its tensors."""
-        file = self._files[self._layout.place(names[0]).file]
-        file.flush()
-        # Begun early, the disk is done with it when the last unit comes. What fails, fails again at the end. While one
-        # is under way no other is needed: small tensors come faster than a disk answers.
-        if self._syncing is None or self._syncing.done():
-            self._syncing = self._disk.submit(os.fsync, file.fileno())
+        """A unit is complete: its record is kept, with the checksums of its tensors.
+
+        Raises:
+            OSError: the disk did not keep what was written, of this unit or of one before.
+        """
+        name = self._layout.place(names[0]).file
+        self._files[name].flush()
         record = {"unit": unit, **record, "crc32": {name: self._crcs.pop(name, 0) for name in names}}
-        self._journal.write(json.dumps(record) + "\n")
-        self._journal.flush()
+        self._scratch.note(record)
         self.records[unit] = record
+        self._unsynced[name].append(unit)
+        # Begun early, the disk is done with it when the last unit comes. While one is under way no other is needed:
+        # small tensors come faster than a disk answers.
+        if self._syncing is None or self._syncing.done():
+            self._wait_for_disk()
+            self._syncing = self._disk.submit(self._sync, name)
 
-    def publish(self, metadata: Mapping[str, str], beside: Mapping[str, bytes]) -> None:
-        """Write the headers, the index and what lies beside, and put all in the destination's place."""
-        self._disk.shutdown()
-        for name, file in self._files.items():
-            header = self._layout.header(name, metadata)
-            room = self._room[name] - 8
-            if len(header) > room:
-                raise RuntimeError(f"the header of {name} takes {len(header)} bytes; room was left for {room}")
-            file.seek(0)
-            file.write(room.to_bytes(8, "little") + header.ljust(room))
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-        if self._destination.suffix == SUFFIX:
-            (name,) = self._files
-            os.replace(self._payload / name, self._destination)
-        else:
-            if self._layout.sharded:
-                beside = {f"{STEM}{INDEX_SUFFIX}": self._layout.index(metadata), **beside}
-            for name, content in beside.items():
-                (self._payload / name).write_bytes(content)
-            _put_folder(self._payload, self._destination)
+    def _sync(self, name: str) -> None:
+        """Have a file on the disk. An error is told once: the pages are lost, and the next try would succeed without
+        them. So what the file got since it was last there is not to be trusted."""
+        covered = len(self._unsynced[name])
+        path = self._scratch.payload / name
+        try:
+            with ability("say that a file is on the disk", path):
+                os.fsync(self._files[name].fileno())
+        except OSError as error:
+            self._scratch.note_lost(self._unsynced[name])
+            raise OSError(error.errno, f"{path} was not kept by the disk: {error.strerror or error}") from None
+        del self._unsynced[name][:covered]
+
+    def _wait_for_disk(self) -> None:
+        try:
+            if self._syncing is not None:
+                self._syncing.result()
+        except OSError:
+            # Those that were finished meanwhile, too: the thread may have looked before they were there.
+            self._scratch.note_lost([unit for units in self._unsynced.values() for unit in units])
+            raise
+
+    def publish(self, metadata: Mapping[str, str]) -> None:
+        """Write the headers, the index and what lies beside, and put all at the destination."""
+        if not self._published:
+            self._disk.shutdown()
+            self._wait_for_disk()
+            for name, file in self._files.items():
+                header = self._layout.header(name, metadata)
+                room = self._header_bytes[name] - 8
+                if len(header) > room:
+                    raise RuntimeError(f"the header of {name} takes {len(header)} bytes; room was left for {room}")
+                file.seek(0)
+                file.write(room.to_bytes(8, "little") + header.ljust(room))
+                file.flush()
+                self._sync(name)
+                file.close()
+            index = {INDEX: self._layout.index(metadata)} if self._layout.sharded else {}
+            for name, content in {**index, **self._beside}.items():
+                write_kept(self._scratch.payload / name, content)
+            self._scratch.complete(Pending(tuple(self._names), self._room))
+            self._destination.put(self._scratch.payload, self._names, self._room)
         self.discard()
-
-
-def partial_folder(destination: Path) -> Path:
-    """Where an unfinished checkpoint lies: on the same disk, so that it can be renamed."""
-    return destination.with_name(f".{destination.name}.partial")
-
-
-def _put_folder(made: Path, destination: Path) -> None:
-    """Two renames: POSIX has none that replaces a folder with files in it."""
-    if destination.exists():
-        destination.rename(_old(made.parent))
-    try:
-        made.rename(destination)
-    finally:
-        _recover(made.parent, destination)
-
-
-def _recover(folder: Path, destination: Path) -> None:
-    """Put back what was renamed for what then did not come, be it in a process that was killed."""
-    if _old(folder).exists() and not destination.exists():
-        _old(folder).rename(destination)
-
-
-def _old(folder: Path) -> Path:
-    return folder / "old"

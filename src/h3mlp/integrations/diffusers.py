@@ -140,6 +140,7 @@ def apply(
     transformer: original.MiniMaxH3Transformer3DModel,
     *,
     checkpoint: Path | str | None = None,
+    copy: bool = False,
     blocks: Iterable[int | str] | None = None,
     modulation: str = "fused",
     accumulate: str = "fp32",
@@ -155,6 +156,7 @@ def apply(
         transformer: in BF16, with plain weights. LoRA on other layers than FC1 is kept.
         checkpoint: what ``h3mlp convert`` made, to take norm2 and FC1 from. The model's own are not read: they may be
             of any kind, and on the meta device. On the CPU the weights lie in the mapped file.
+        copy: read the checkpoint instead of mapping it, as in ``h3mlp.load_fc1``.
         blocks: which, by name ("transformer_blocks.3", "token_refiner.refiner_blocks.0") or, of transformer_blocks, by
             number. All, those of the token refiner included, unless given.
         modulation: "fused", or "eager" for the roundings of diffusers, as in ``h3mlp.fc1_swiglu_fp8``.
@@ -186,7 +188,8 @@ def apply(
         if prepared is None:
             fc1 = FC1SwiGLU.from_linear(swiglu.proj, norm, gate_order=GATE_ORDER, **options)
         else:
-            fc1 = FC1SwiGLU.from_checkpoint(prepared, name, device=_device_of(block), eps=norm.eps, **options)
+            device = _device_of(block)
+            fc1 = FC1SwiGLU.from_checkpoint(prepared, name, device=device, copy=copy, eps=norm.eps, **options)
         old_bytes = 2 * (fc1.norm_weight.numel() + fc1.weight.numel())
         before += old_bytes
         after += sum(buffer.nbytes for buffer in fc1.buffers()) + (old_bytes if keep_weights else 0)
@@ -199,7 +202,9 @@ def apply(
 
 
 @torch.no_grad()
-def load(folder: Path | str, *, device: torch.device | str = "cpu", **options) -> MiniMaxH3Transformer3DModel:
+def load(
+    folder: Path | str, *, device: torch.device | str = "cpu", copy: bool = False, **options
+) -> MiniMaxH3Transformer3DModel:
     """The transformer of a folder that ``h3mlp convert --all`` made of one of diffusers, with ``apply`` done.
 
     Precisions are those of ``from_pretrained(torch_dtype=torch.bfloat16)``: FP32 for the modules that diffusers keeps
@@ -208,6 +213,7 @@ def load(folder: Path | str, *, device: torch.device | str = "cpu", **options) -
     Args:
         folder: with config.json.
         device: where the model shall be.
+        copy: read the files instead of mapping them, as in ``h3mlp.load_fc1``.
         **options: ``modulation`` and ``accumulate`` of ``apply``.
 
     Raises:
@@ -228,10 +234,10 @@ def load(folder: Path | str, *, device: torch.device | str = "cpu", **options) -
     with init_empty_weights(include_buffers=False):
         model = original.MiniMaxH3Transformer3DModel.from_config(json.loads(config.read_text(encoding="utf-8")))
     model.eval().requires_grad_(False)
-    apply(model, checkpoint=prepared, **options)
+    apply(model, checkpoint=prepared, copy=copy, **options)
     prefix = names.parse(origin["source"]).prefix
     rest = {
-        name.removeprefix(prefix): _in_its_precision(name, prepared.get(name)).to(device)
+        name.removeprefix(prefix): _in_its_precision(name, prepared.get(name, copy)).to(device)
         for name in prepared.others
         if not name.endswith(".norm2.weight")
     }
