@@ -186,6 +186,16 @@ class TestConfig:
         convert.run(sharded, models)
         assert (models / "config.json").read_text() == '{"num_layers": 2, "mine": 1}'
 
+    def test_a_symlink_to_the_same_stays(self, sharded, tmp_path):
+        models = tmp_path / "models"
+        convert.run(sharded, models, copy_others=True)
+        (models / "config.json").unlink()
+        (models / "config.json").symlink_to(sharded / "config.json")
+        message = r"config\.json must be new .*; what is there is a symlink"
+        refused(sharded, models, message, tmp_path, copy_others=True)
+        convert.run(sharded, models)
+        assert (models / "config.json").is_symlink()
+
     def test_somebody_elses_stays(self, sharded, tmp_path):
         models = tmp_path / "models"
         models.mkdir()
@@ -391,6 +401,22 @@ def test_something_appears_while_it_is_made(source, tmp_path):
     report = convert.run(source, tmp_path / "models", resume=True, progress=lambda step, *_: seen.append(step))
     assert (report.resumed, seen) == (3, ["checksums"])
     assert [path.name for path in (tmp_path / "models").iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.usefixtures("shards")
+def test_a_stale_file_that_somebody_replaces_meanwhile(source, tmp_path, monkeypatch):
+    """It would have been removed with the earlier conversion; now it stays."""
+    convert.run(source, tmp_path / "models")
+    monkeypatch.setattr(layout, "SHARD_BYTES", 10**9)
+    mine = tmp_path / "models/model-00002-of-00002.safetensors"
+
+    def replace(*_):
+        save({"w": torch.zeros(2)}, mine)
+
+    convert.run(source, tmp_path / "models", progress=replace)
+    assert list(load_file(mine)) == ["w"]
+    files = {"model.safetensors", "model-00002-of-00002.safetensors"}
+    assert {path.name for path in (tmp_path / "models").iterdir()} == files
 
 
 @pytest.mark.usefixtures("shards")

@@ -273,6 +273,32 @@ class TestADiskThatLosesPages:
         assert convert.run(source, destination, resume=True).resumed == 0
         assert destination.read_bytes() == whole
 
+    def test_killed_before_anybody_is_told(self, source, whole, tmp_path):
+        """The thread itself notes what is lost."""
+        destination = tmp_path / "prepared.safetensors"
+        failing = """
+import threading
+fsync, failed = os.fsync, threading.Event()
+def fail_once(descriptor):
+    if threading.current_thread() is not threading.main_thread() and not failed.is_set():
+        failed.set()
+        raise OSError(5, "Input/output error")
+    fsync(descriptor)
+os.fsync = fail_once
+killing = progress
+def progress(*step):
+    if left == 1:
+        failed.wait(60)
+        while '"lost"' not in next(Path(sys.argv[2]).parent.glob(".*/journal.jsonl")).read_text():
+            pass
+    killing(*step)
+convert.run("""
+        script = KILLED.replace("convert.run(", failing)
+        command = [sys.executable, "-c", script, str(source), str(destination), "4"]
+        assert subprocess.run(command, check=False, timeout=60).returncode == -signal.SIGKILL
+        assert convert.run(source, destination, resume=True).resumed == 0
+        assert destination.read_bytes() == whole
+
     def test_a_journal_that_cannot_be_written_either(self, source, whole, tmp_path, monkeypatch):
         """Then nothing is kept: the journal ends after its first line."""
         from h3mlp.checkpoint.scratch import Scratch
