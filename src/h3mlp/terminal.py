@@ -106,6 +106,11 @@ def show(content: object) -> None:
         Console(highlight=False, markup=False).print(content, crop=False)
 
 
+def printable(text: str) -> str:
+    """With what is no character, such as a byte of a file's name that is no UTF-8, escaped."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def without_encoding_errors() -> None:
     """What a terminal's encoding does not have, such as the name of a file, is shown escaped."""
     for stream in (sys.stdout, sys.stderr):

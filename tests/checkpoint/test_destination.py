@@ -5,6 +5,7 @@ the removal of a stale one), ``Scratch.clear`` and ``Scratch.release`` (files of
 ``scratch._replace`` (the journal). Each has tests here with something that is not ours in its way.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import checkpoint, save, save_sharded
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from h3mlp.checkpoint import convert, layout
@@ -133,6 +135,26 @@ class TestFolder:
     def test_an_index_of_another_name(self, source, models):
         (models / "diffusion_pytorch_model.safetensors.index.json").write_text("{}")
         refused(source, models, r"must not hold diffusion_pytorch_model\.safetensors\.index\.json", models)
+
+    @pytest.mark.usefixtures("shards")
+    @pytest.mark.parametrize("weight_map", [None, [], {"x": 3}, {"x": None}])
+    def test_a_damaged_index(self, source, models, weight_map):
+        convert.run(source, models)
+        index = json.loads((models / "model.safetensors.index.json").read_text())
+        (models / "model.safetensors.index.json").write_text(json.dumps(index | {"weight_map": weight_map}))
+        refused(source, models, r"model-00001-of-00002\.safetensors must be new or of an earlier", models)
+
+    def test_metadata_that_name_files_elsewhere(self, source, models):
+        """As somebody might write them, to have a file removed."""
+        outside = models.parent / "outside.json"
+        outside.write_text("mine")
+        convert.run(source, models)
+        with safe_open(models / "model.safetensors", "pt") as file:
+            content = json.loads(file.metadata()["h3mlp"])
+        content["beside"] = {"../outside.json": hashlib.sha256(b"mine").hexdigest()}
+        save(load_file(models / "model.safetensors"), models / "model.safetensors", h3mlp=json.dumps(content))
+        convert.run(source, models)
+        assert outside.read_text() == "mine"
 
     @pytest.mark.usefixtures("shards")
     def test_an_index_that_names_files_elsewhere(self, source, models):

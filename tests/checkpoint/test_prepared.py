@@ -1,6 +1,9 @@
 """Loading: by any name of a layer, without a copy, and nothing but what convert has written."""
 
 import json
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -93,6 +96,20 @@ def test_a_copy_is_not_the_file(prepared):
         assert torch.equal(bits(weight), bits(want[0]))
         assert torch.equal(scale, want[1])
     assert torch.equal(module.norm_weight, norm)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what a cut off mapping does")
+@pytest.mark.parametrize("copy", [False, True])
+def test_a_file_that_is_cut_off_afterwards(prepared, copy):
+    """What is mapped ends the process by a signal, as the documentation says; a copy does not care."""
+    program = (
+        "import os, sys, h3mlp\n"
+        f"weight = h3mlp.load_fc1(sys.argv[1], 0, copy={copy}).weight\n"
+        "os.truncate(sys.argv[1], 0)\n"
+        "weight.float().sum()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(prepared)], capture_output=True, check=False, timeout=60)
+    assert done.returncode == (0 if copy else -signal.SIGBUS), done.stderr
 
 
 def test_a_file_system_without_mmap(prepared, monkeypatch):

@@ -167,11 +167,11 @@ class Destination:
             names = [INDEX, *json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()]
         else:
             names = [f"{STEM}{SUFFIX}"]
-        ours = {name for name in names if Path(name).name == name and _is_ours(self.folder / name)}
+        ours = {name for name in names if _is_plain(name) and _is_ours(self.folder / name)}
         copied: dict[str, str] = {}
         for name in () if self.one_file else ours:
             copied |= json.loads(_metadata(self.folder / name)[KEY]).get("beside", {})
-        ours |= {name for name, sha256 in copied.items() if _may_go(self.folder / name, {sha256})}
+        ours |= {name for name, sha256 in copied.items() if _is_plain(name) and _may_go(self.folder / name, {sha256})}
         return frozenset(ours), frozenset(copied.values())
 
     def _refuse_to_replace(self, name: str) -> None:
@@ -182,6 +182,11 @@ class Destination:
             f"{shown} must be new or of an earlier h3mlp convert, which is replaced; what is there {what}: move it "
             "away first"
         )
+
+
+def _is_plain(name: str) -> bool:
+    """Whether this is the name of a file in the folder itself."""
+    return Path(name).name == name
 
 
 def _may_go(path: Path, hashes: Collection[str] | None) -> bool:
@@ -205,9 +210,12 @@ def _is_ours(path: Path) -> bool:
 
 
 def _metadata(path: Path) -> Mapping[str, str]:
-    if path.name.endswith(INDEX_SUFFIX):
-        return json.loads(path.read_text(encoding="utf-8"))["metadata"]
-    return read_metadata(path)
+    if not path.name.endswith(INDEX_SUFFIX):
+        return read_metadata(path)
+    index = json.loads(path.read_text(encoding="utf-8"))
+    if not all(isinstance(name, str) for name in index["weight_map"].values()):
+        raise ValueError(f"{path} must name files")
+    return index["metadata"]
 
 
 def _sha256(content: bytes) -> str:

@@ -46,11 +46,8 @@ class Scratch:
 
     def __init__(self, folder: Path):
         self.folder, self.payload = folder, folder / "files"
-        self._journal, self._pending, self._lock_file = (
-            folder / "journal.jsonl",
-            folder / "pending.json",
-            folder / "lock",
-        )
+        self._journal, self._pending = folder / "journal.jsonl", folder / "pending.json"
+        self._lock_file = folder / "lock"
         self._lock = filelock.FileLock(self._lock_file)
 
     @contextmanager
@@ -64,10 +61,9 @@ class Scratch:
         self.folder.mkdir(exist_ok=True)
         there = {path.name for path in self.folder.iterdir()}
         own = {path.name for path in (self._journal, self._pending, self._lock_file)}
-        strange = {name for name in there if name.removesuffix(".new") not in own} - (
-            {self.payload.name} if self._journal.name in there else set()
-        )
-        if strange:
+        if self._journal.name in there:
+            own.add(self.payload.name)
+        if strange := {name for name in there if name.removesuffix(".new") not in own}:
             raise ValueError(
                 f"{self.folder} is where the unfinished {destination.name} would lie; there is something else in it, "
                 f"{min(strange)}: move it away first"

@@ -173,13 +173,12 @@ class Writer:
         """Have a file on the disk. An error is told once: the pages are lost, and the next try would succeed without
         them. So what the file got since it was last there is not to be trusted."""
         covered = len(self._unsynced[name])
-        path = self._scratch.payload / name
         try:
-            with ability("say that a file is on the disk", path):
-                os.fsync(self._files[name].fileno())
+            os.fsync(self._files[name].fileno())
         except OSError as error:
             self._scratch.note_lost(self._unsynced[name])
-            raise OSError(error.errno, f"{path} was not kept by the disk: {error.strerror or error}") from None
+            what = f"{self._scratch.payload / name} was not kept by the disk: {error.strerror}"
+            raise OSError(error.errno, what) from None
         del self._unsynced[name][:covered]
 
     def _wait_for_disk(self) -> None:
