@@ -33,6 +33,11 @@ OUTPUT_DB = 20.0
 """Rounding errors of 2.6% RMS in x and one or two of them in the weight are 26 to 24 dB in the output. Exchanged halves
 give about 0 dB."""
 
+E5M2_WEIGHT_DB = 15.3
+E5M2_OUTPUT_DB = 16.5
+"""The same between a weight in E5M2 and another form of it. E5M2 rounds by a 9th at most, which with E4M3's 17th is
+15.4 dB of a row; right ones had 19.6 to 21.7 dB in the output, 3.5 dB less than in other forms."""
+
 
 @dataclass(frozen=True)
 class Check:
@@ -148,9 +153,10 @@ def _check(prepared: Prepared, source: FC1Layer, rows: int, device: torch.device
     faults = [*weights.damaged]
     if not torch.equal(prepared.load(layer, NORM, copy=True), source.read_norm()):
         faults.append("its norm weight is another")
-    faults += weights.faults(_least_db(source, recorded))
+    least_db, least_output_db = _least_db(source, recorded)
+    faults += weights.faults(least_db)
     output, exchanged = _outputs(prepared, source, weights.bf16, rows, device, both=bool(faults))
-    if not output >= OUTPUT_DB:
+    if not output >= least_output_db:
         if exchanged is None:
             output, exchanged = _outputs(prepared, source, weights.bf16, rows, device, both=True)
         faults.append(f"its output is off: {output:.1f} dB, {exchanged:.1f} dB with the halves exchanged")
@@ -169,11 +175,14 @@ def _check(prepared: Prepared, source: FC1Layer, rows: int, device: torch.device
     )
 
 
-def _least_db(source: FC1Layer, recorded: dict[str, Any]) -> float:
-    """What every row must have. Another form of the same weights was rounded by itself."""
-    if (recorded["source"], recorded["form"].split(" + ")[0]) != (source.weight.name, source.form):
-        return SAME_WEIGHT_DB
-    return math.inf if source.repacked else ROUNDED_ONCE_DB
+def _least_db(source: FC1Layer, recorded: dict[str, Any]) -> tuple[float, float]:
+    """What every row must have, and the output. Another form of the same weights was rounded by itself."""
+    form = recorded["form"].split(" + ")[0]
+    if (recorded["source"], form) == (source.weight.name, source.form):
+        return math.inf if source.repacked else ROUNDED_ONCE_DB, OUTPUT_DB
+    if any(name.startswith("E5M2") for name in (form, source.form)):
+        return E5M2_WEIGHT_DB, E5M2_OUTPUT_DB
+    return SAME_WEIGHT_DB, OUTPUT_DB
 
 
 def _outputs(
