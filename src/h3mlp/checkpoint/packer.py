@@ -76,8 +76,9 @@ class LayerPacker:
         group = rows.first // contract.ROW_GROUP
         self._scale[group : group + len(packed), half] = scale.view(-1, contract.ROW_GROUP)
         packed.copy_(fp32.view(packed.shape))
-        # In FP64, where the squares of all FP32 numbers are.
-        sampled, of_rows = fp32[::SAMPLED].double(), scale[::SAMPLED, None].double()
+        # Of the quotients, which are 448 at most, and times the square of the scale in FP64: FP32 does not have the
+        # squares of the largest weights.
+        sampled, power = fp32[::SAMPLED], scale[::SAMPLED].double().square_()
         codes = packed[:: SAMPLED // contract.ROW_GROUP, 0]
-        self._noise += codes.double().sub_(sampled).mul_(of_rows).square_().sum().item()
-        self._signal += sampled.mul_(of_rows).square_().sum().item()
+        self._noise += codes.float().sub_(sampled).square_().sum(1, dtype=torch.float64).dot(power).item()
+        self._signal += sampled.square().sum(1, dtype=torch.float64).dot(power).item()
