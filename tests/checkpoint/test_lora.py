@@ -237,6 +237,17 @@ class TestAlpha(Merging):
         ):
             self.merged_with(tmp_path, 1, metadata={"alpha": "3"}, config={"lora_alpha": 12})
         self.merged_with(tmp_path / "same", 3 / RANK, metadata={"alpha": "3"}, config={"lora_alpha": 3})
+        packed = {"lora_adapter_metadata": json.dumps({"transformer.r": 12, "transformer.use_rslora": False})}
+        with pytest.raises(ValueError, match=r"must say one rank; it says 4.0 \(adapter_.*\) and 12.0 \(lora_adapter_"):
+            self.merged_with(tmp_path / "r", 1, metadata=packed, config={"lora_alpha": 3, "r": 4})
+        with pytest.raises(ValueError, match=r"must say one use_rslora; it says True .* and False .*Correct one"):
+            self.merged_with(tmp_path / "rs", 1, metadata=packed, config={"lora_alpha": 3, "use_rslora": True})
+
+    def test_two_places_that_complete_each_other(self, tmp_path):
+        """The divisor of one and the alpha of the other, whatever else is there."""
+        config = {"use_rslora": True, "alpha_pattern": {"attn": 7}}
+        path = self.merged_with(tmp_path, 3 / math.sqrt(RANK), metadata={"alpha": "3"}, config=config)
+        assert (record_of(path)["alpha"], record_of(path)["alpha_from"]) == ([3.0], ["metadata"])
 
     @pytest.mark.parametrize("initial", ["pissa", "pissa_niter_16", "olora", "CorDA", "loftq"])
     def test_of_a_weight_that_was_changed(self, tmp_path, initial):

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from .container import Container
@@ -26,21 +26,24 @@ _ORDERS = {True: "gate_up", False: "up_gate", "true": "gate_up", "false": "up_ga
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """
+    """What one place says, or all of them do; None and () where it is not said.
+
     Attributes:
-        said_by: where it is said.
+        said_by: where the alpha is said, and
+        patterns_by: where the patterns for some modules are.
         lora_alpha, r: of modules that no pattern matches.
         alphas, ranks: of modules, by regular expressions.
         rank_stabilized: the divisor is the root of the rank.
-        gate_order: the order of the halves, if that is said.
+        gate_order: the order of the halves.
     """
 
     said_by: str
+    patterns_by: str
     lora_alpha: float | None = None
-    r: int | None = None
+    r: float | None = None
     alphas: tuple[tuple[str, float], ...] = ()
     ranks: tuple[tuple[str, float], ...] = ()
-    rank_stabilized: bool = False
+    rank_stabilized: bool | None = None
     gate_order: str | None = None
 
     def alpha(self, module: str, rank: int) -> tuple[float, str] | None:
@@ -51,7 +54,7 @@ class AdapterConfig:
         """
         alpha = _matching(self.alphas, module)
         if alpha is not None:
-            return alpha, self.said_by
+            return alpha, self.patterns_by
         if self.lora_alpha is None:
             return None
         said = _matching(self.ranks, module)
@@ -74,21 +77,26 @@ def read_config(container: Container, alpha_given: bool = False, order_given: bo
         ValueError: it is damaged, two places say different things, or the adapter is for a weight that was changed.
     """
     found = [_parsed(where, content) for where, content in _statements(container)]
-    if not found:
-        return AdapterConfig("")
-    orders = {config.gate_order: config.said_by for config in found if config.gate_order}
-    if len(orders) > 1 and not order_given:
-        said = " and ".join(f"{order} ({where})" for order, where in sorted(orders.items()))
-        raise ValueError(
-            f"{container.files[0]} must say one order of its halves; it says {said}. Give it with --lora-gate-order"
-        )
-    with_alpha = [config for config in found if config.lora_alpha is not None or config.alphas]
-    alphas = {(config.lora_alpha, config.alphas, config.rank_stabilized) for config in with_alpha}
-    if len(alphas) > 1 and not alpha_given:
-        said = " and ".join(f"{config.lora_alpha} ({config.said_by})" for config in with_alpha)
-        raise ValueError(f"{container.files[0]} must say one alpha; it says {said}. Give it with --lora-alpha")
-    first = (with_alpha or found)[0]
-    return replace(first, gate_order=next(iter(orders), None))
+    file = container.files[0]
+
+    def agreed(field: str, what: str, advice: str, given: bool = False) -> Any:
+        said = {getattr(config, field): config.said_by for config in found if getattr(config, field) not in (None, ())}
+        if len(said) > 1 and not given:
+            values = " and ".join(f"{value} ({where})" for value, where in said.items())
+            raise ValueError(f"{file} must say one {what}; it says {values}. {advice}")
+        return next(iter(said), None)
+
+    by_alpha = "Give the alpha that is meant with --lora-alpha"
+    return AdapterConfig(
+        said_by=next((config.said_by for config in found if config.lora_alpha is not None), ""),
+        patterns_by=next((config.said_by for config in found if config.alphas), ""),
+        lora_alpha=agreed("lora_alpha", "alpha", by_alpha, alpha_given),
+        r=agreed("r", "rank", by_alpha, alpha_given),
+        alphas=agreed("alphas", "alpha_pattern", by_alpha, alpha_given) or (),
+        ranks=agreed("ranks", "rank_pattern", by_alpha, alpha_given) or (),
+        rank_stabilized=agreed("rank_stabilized", "use_rslora", "Correct one of them"),
+        gate_order=agreed("gate_order", "order of its halves", "Give it with --lora-gate-order", order_given),
+    )
 
 
 def _statements(container: Container) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -120,11 +128,12 @@ def _parsed(where: str, content: dict[str, Any]) -> AdapterConfig:
             raise ValueError(f"{GATE_FIRST} must be true or false; it is {gate_first!r}")
         return AdapterConfig(
             said_by=where,
+            patterns_by=where,
             lora_alpha=_number(content.get("lora_alpha")),
             r=_number(content.get("r")),
             alphas=_patterns(content.get("alpha_pattern")),
             ranks=_patterns(content.get("rank_pattern")),
-            rank_stabilized=bool(content.get("use_rslora")),
+            rank_stabilized=None if content.get("use_rslora") is None else bool(content["use_rslora"]),
             gate_order=None if gate_first is None else _ORDERS[gate_first],
         )
     except (ValueError, TypeError, AttributeError, re.error) as error:
