@@ -365,28 +365,33 @@ def test_killed_at_any_change_of_a_name(source, tmp_path, monkeypatch, kind, ear
     other = save(checkpoint(seed=1), tmp_path / "source/other.safetensors")
     name = "h3.safetensors" if kind == "file" else "h3"
     monkeypatch.setattr(layout, "SHARD_BYTES", 150_000)
-    convert.run(source, tmp_path / "want" if kind == "folder" else tmp_path / "want.safetensors")
-    want = content(tmp_path / "want") if kind == "folder" else {name: (tmp_path / "want.safetensors").read_bytes()}
+    want_path = tmp_path / ("want" if kind == "folder" else "want.safetensors")
+    convert.run(source, want_path)
+    want = content(want_path) if kind == "folder" else {name: want_path.read_bytes()}
+    before = tmp_path / "before"
+    (before / "h3" if kind == "folder" else before).mkdir(parents=True)
+    if earlier:
+        monkeypatch.setattr(layout, "SHARD_BYTES", 100_000)  # three files
+        convert.run(other, before / name)
+        (before / "h3/README.md" if kind == "folder" else before / "README.md").write_text("mine")
+        monkeypatch.setattr(layout, "SHARD_BYTES", 150_000)
+    elif kind == "folder":
+        (before / "h3").rmdir()
+    scales = [scale_of(path) for path in ([before / name] if earlier else []) + [want_path]]
+    (before / "notes.txt").write_text("mine")
     mortal = Mortal(monkeypatch)
     for after in (False, True):
         for left in range(1, 100):
             root = tmp_path / f"{after}-{left}"
-            root.mkdir()
-            (root / "notes.txt").write_text("mine")
+            shutil.copytree(before, root)
             folder = root / name if kind == "folder" else root
-            if earlier:
-                monkeypatch.setattr(layout, "SHARD_BYTES", 100_000)  # three files
-                convert.run(other, root / name)
-                (folder / "README.md").write_text("mine")
-                monkeypatch.setattr(layout, "SHARD_BYTES", 150_000)
-            scales = [scale_of(root / name)] if earlier else []
             killed = mortal.run(left, after, source, root / name)
             try:
                 found = scale_of(root / name)
             except (ValueError, OSError):
                 assert kind == "folder" or not earlier, "a file is always whole"
             else:
-                assert any(torch.equal(found, one) for one in [*scales, scale_of_want(tmp_path, kind)])
+                assert any(torch.equal(found, one) for one in scales)
             report = convert.run(source, root / name, resume=resume)
             assert report.files
             got = content(folder)
@@ -398,10 +403,6 @@ def test_killed_at_any_change_of_a_name(source, tmp_path, monkeypatch, kind, ear
             if not killed:
                 break
         assert left > 5
-
-
-def scale_of_want(tmp_path, kind):
-    return scale_of(tmp_path / ("want" if kind == "folder" else "want.safetensors"))
 
 
 def test_something_appears_while_it_is_made(source, tmp_path):
