@@ -1,7 +1,7 @@
 # Everything runs from .venv, which each target makes and keeps up to date by itself.
 PYTHON ?= python3
 ARGS ?=
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt src/h3mlp/_version.py
 
@@ -38,7 +38,7 @@ format: $(VENV)/dev.stamp
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-cu12
 
 # Debian's python3 comes without the pip that venv wants to copy: then the system's pip installs one.
 $(VENV)/python.stamp:

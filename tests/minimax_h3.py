@@ -46,21 +46,21 @@ def transformer(seed: int = 0) -> MiniMaxH3Transformer3DModel:
     return model
 
 
-def inputs(batch: int = 1, seed: int = 1) -> dict[str, torch.Tensor]:
-    """One packed sequence: text, video and audio rows at three timesteps."""
+def inputs(batch: int = 1, seed: int = 1, video_rows: int = VIDEO, timesteps: int = 3) -> dict[str, torch.Tensor]:
+    """One packed sequence: text, video and audio rows at so many timesteps."""
     generator = torch.Generator().manual_seed(seed)
-    rows = TEXT + VIDEO + AUDIO
+    rows = TEXT + video_rows + AUDIO
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(batch, *shape, generator=generator)
 
-    text, video, audio = torch.arange(rows).split([TEXT, VIDEO, AUDIO])
+    text, video, audio = torch.arange(rows).split([TEXT, video_rows, AUDIO])
     return {
-        "hidden_states": normal(VIDEO, 16),
+        "hidden_states": normal(video_rows, 16),
         "audio_hidden_states": normal(AUDIO, 8),
         "encoder_hidden_states": normal(TEXT, 64).bfloat16(),
-        "timestep": torch.tensor([0.3, 0.7, 0.0]),
-        "timestep_indices": torch.randint(3, (rows,), generator=generator),
+        "timestep": torch.linspace(0.7, 0.0, timesteps),
+        "timestep_indices": torch.randint(timesteps, (rows,), generator=generator),
         "token_tags": torch.cat([torch.full_like(part, tag) for part, tag in ((text, 1), (video, 0), (audio, 2))]),
         "position_ids": torch.randint(6, (rows, 3), generator=generator),
         "video_indices": video,

@@ -113,9 +113,10 @@ def distributed_module(rank: int, world: int, device: torch.device, rows: int, h
     module = FC1SwiGLU.from_packed(packed, inputs.x_norm_weight)
     given = (inputs.x.view(2, -1, hidden), *inputs[2:4], inputs.adaln_index.view(2, -1))
     want = module(*given)
-    for name, buffer in list(module.named_buffers()):
+    for name, weight in list(module.named_parameters()):
         placement = Replicate() if name == "norm_weight" else Shard(0)
-        setattr(module, name, distribute_tensor(buffer, mesh, [placement], src_data_rank=None))
+        split = distribute_tensor(weight.data, mesh, [placement], src_data_rank=None)
+        setattr(module, name, torch.nn.Parameter(split, requires_grad=False))
     got = module(*(distribute_tensor(t, mesh, [Replicate()], src_data_rank=None) for t in given))
     assert got.placements == (Shard(2),)
     assert torch.equal(got.to_local(), want.chunk(world, dim=2)[rank])

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from helpers import FFN, HIDDEN, TABLE_ROWS, bits
+from helpers import FFN, HIDDEN, TABLE_ROWS, bits, make_inputs
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -49,8 +49,8 @@ def assert_same_rows(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def assert_same_state(got: FC1SwiGLU, want: FC1SwiGLU) -> None:
-    assert [name for name, _ in got.named_buffers()] == ["weight", "weight_scale", "norm_weight"]
-    for name, buffer in want.named_buffers():
+    assert [name for name, _ in got.named_parameters()] == ["weight", "weight_scale", "norm_weight"]
+    for name, buffer in want.named_parameters():
         other = getattr(got, name)
         assert other.dtype == buffer.dtype
         assert other.is_contiguous()
@@ -188,6 +188,27 @@ class TestForward:
         with pytest.raises(RuntimeError, match="inference operator"):
             module(layer.x.clone().requires_grad_(), *adaln(layer))
 
+    @pytest.mark.parametrize("dynamic", [True, None])
+    def test_compiled_for_rows_and_tables_that_change(self, module, dynamic):
+        """With dynamic=True the first compilation serves all; without, the second."""
+        torch.compiler.reset()
+        compiled = torch.compile(module, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+        for i, (rows, table_rows) in enumerate([(70, 4), (33, 6), (50, 3), (7, 2)]):
+            x, _, *adaln = make_inputs(rows, table_rows=table_rows)[:5]
+            with torch._dynamo.config.patch(error_on_recompile=i > (0 if dynamic else 1)):
+                assert torch.equal(compiled(x[None], *adaln), module(x[None], *adaln))
+
+    def test_tables_in_fp32(self, module, inputs):
+        """As pruned checkpoints have them: rounded to BF16 first. In FP16 they are refused, as by the operator."""
+        x, _, scale, shift, index = inputs[:5]
+        fine = scale.float() * 1.001, shift.float() * 1.001
+        assert not torch.equal(fine[0].bfloat16().float(), fine[0]), "nothing is rounded here"
+        want = module(x, *(table.bfloat16() for table in fine), index)
+        assert torch.equal(module(x, *fine, index), want)
+        assert torch.equal(module(x, fine[0], fine[1].bfloat16(), index), want)
+        with pytest.raises(ValueError, match=r"adaln_scale must be bfloat16 .*, so cast to BF16"):
+            module(x, scale.half(), shift.half(), index)
+
     def test_compiled_in_one_graph(self, module, layer):
         torch.compiler.reset()
         compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
@@ -212,7 +233,7 @@ class TestFromLinear:
         assert_same_state(got, module)
         assert got.eps == 1e-3
         assert FC1SwiGLU.from_linear(linear, norm, gate_order="gate_up", eps=1e-6).eps == 1e-6
-        assert not any(True for _ in got.parameters())
+        assert not any(weight.requires_grad for weight in got.parameters())
         assert got.norm_weight.data_ptr() != norm.weight.data_ptr(), "freeing the model must free the norm"
 
     def test_the_order_is_asked_for(self, linear, norm):
@@ -401,12 +422,12 @@ class TestState:
         weight = module.weight
         assert module.to("cpu").weight is weight
         moved = module.to("meta")
-        assert {buffer.device.type for buffer in moved.buffers()} == {"meta"}
-        assert [buffer.dtype for buffer in moved.buffers()] == [torch.float8_e4m3fn, torch.float32, torch.bfloat16]
+        assert {buffer.device.type for buffer in moved.parameters()} == {"meta"}
+        assert [buffer.dtype for buffer in moved.parameters()] == [torch.float8_e4m3fn, torch.float32, torch.bfloat16]
 
     def test_shared_memory(self, module):
         module.share_memory()
-        assert all(buffer.is_shared() for buffer in module.buffers())
+        assert all(buffer.is_shared() for buffer in module.parameters())
 
     @pytest.mark.parametrize("assign", [False, True])
     @pytest.mark.parametrize("strict", [False, True])

@@ -1,53 +1,19 @@
 """What the public functions accept. A refusal names the argument, what it must be and what it was."""
 
-import math
 import numbers
 import textwrap
-from collections.abc import Callable, Sequence
-from operator import add
-from typing import NamedTuple, NoReturn
+from collections.abc import Iterable
+from typing import NoReturn
 
 import torch
 
 from . import contract
 
-try:
-    from torch._C._dynamo.guards import TensorGuards  # what torch.compile asks whether a graph still fits
-except ImportError:
-    TensorGuards = None
-
-_ADALN = ("adaln_scale", "adaln_shift", "adaln_index")
+_ADALN = contract.Inputs._fields[2:5]
+_REQUIRED = frozenset(contract.Inputs._fields) - frozenset(_ADALN)
+_NAMES = (*contract.Inputs._fields, *contract.Buffers._fields)
 
 _EPS_MIN, _EPS_MAX = 2.0**-149, torch.finfo(torch.float32).max
-
-
-class _Accepted(NamedTuple):
-    """Arguments that were found acceptable.
-
-    Attributes:
-        like: whether other tensors have the types, dtypes, devices, sizes, strides and ``requires_grad`` of these.
-        exact: whether the buffers have exactly M rows.
-        spans: the bytes that each argument spans.
-    """
-
-    like: Callable[..., bool]
-    exact: bool
-    spans: tuple[int, ...]
-
-
-_ACCEPTED: dict[tuple, list[_Accepted]] = {}
-"""By numbers of buffers and tensors, M and grad mode: torch's guards compare ten tensors in 0.7 us, but know nothing of
-the mode. The checks themselves take 10 us, reading the metadata in Python 4 us."""
-
-_APART: set[tuple[int, ...]] = set()
-"""Addresses and spans of arguments that were found not to overlap: 0.6 us to look up, 2.3 us to compare. An allocator
-gives the layers of a model the same addresses again in every step."""
-
-_REMEMBERED = 1024
-"""Entries of either, before it is begun anew: less than 5 MB together."""
-
-_ALIKE = 8
-"""Arguments to remember for one M: of other strides, devices or dimensions."""
 
 
 def refuse(name: str, want: str, got: object) -> NoReturn:
@@ -55,6 +21,8 @@ def refuse(name: str, want: str, got: object) -> NoReturn:
 
 
 def describe(value: object) -> str:
+    if torch.compiler.is_compiling() and isinstance(value, float):
+        return "a float"  # a symbol, which has no text while a graph is traced
     if not isinstance(value, torch.Tensor):
         return f"{textwrap.shorten(repr(value), 100, placeholder=' ...')} ({type(value).__name__})"
     if value.layout != torch.strided:
@@ -88,9 +56,10 @@ def dimensions(hidden: object, ffn: object) -> None:
 
 
 def eps(value: object) -> None:
-    """The contract adds eps in FP32, so it must be finite and positive there."""
-    number = type(value) is float or (isinstance(value, numbers.Real) and not isinstance(value, bool))
-    if not (number and math.isfinite(value) and _EPS_MIN <= value <= _EPS_MAX):
+    """The contract adds eps in FP32, so it must be finite and positive there. NaN and infinity fail the comparison,
+    which a compiler can guard where the number is symbolic; math.isfinite it cannot trace."""
+    number = isinstance(value, (float, torch.SymFloat, numbers.Real)) and not isinstance(value, bool)
+    if not (number and _EPS_MIN <= value <= _EPS_MAX):
         refuse("eps", "a finite positive number in FP32", value)
 
 
@@ -151,89 +120,29 @@ def packed_weight(
     names: tuple[str, str] = ("fc1_weight_q", "fc1_weight_scale"),
 ) -> None:
     name_q, name_scale = names
-    if weight_q.dtype != contract.QUANTIZED or not _is_fc1_shape(weight_q):
+    if weight_q.dtype is not contract.QUANTIZED or not _is_fc1_shape(weight_q):
         refuse(name_q, f"float8_e4m3fn {_fc1_shape()}", weight_q)
-    _on_device(name_q, weight_q, device)
+    _placed(name_q, weight_q, device)
     _contiguous(name_q, weight_q)
     _vector(name_scale, weight_scale, (contract.SCALE,), weight_q.shape[0], device)
     _packed(name_q, weight_q)
     _packed(name_scale, weight_scale)
 
 
-def arguments(read: contract.Inputs, written: contract.Buffers | tuple[()] = ()) -> contract.Buffers | tuple[()]:
-    """The operator's inputs, and its buffers where they are the caller's; returns the first M rows of those. What
-    metadata decide is checked once for equal metadata. The row order, a note on the tensor object, and the addresses
-    are checked in every call."""
-    tensor("x", read.x)
-    given = present(written, read)
-    rows = read.x.shape[0] if read.x.dim() else 0
-    key = (len(written), len(given), rows, torch.is_grad_enabled())
-    accepted = next((known for known in _ACCEPTED.get(key, ()) if known.like(*given)), None)
-    if accepted is None:
-        accepted = _accept(read, written)
-        _remember(key, accepted)
-    _packed("fc1_weight_q", read.fc1_weight_q)
-    _packed("fc1_weight_scale", read.fc1_weight_scale)
-    if not written:
-        return written
-    if rows and (where := (*map(torch.Tensor.data_ptr, given), *accepted.spans)) not in _APART:
-        _no_overlap(where[: len(given)], accepted.spans, names(written, read))
-        if len(_APART) >= _REMEMBERED:
-            _APART.clear()
-        _APART.add(where)
-    return written if accepted.exact else contract.Buffers(*[value[:rows] for value in written])
-
-
-def _accept(read: contract.Inputs, written: contract.Buffers | tuple[()]) -> _Accepted:
-    """What ``_ACCEPTED`` holds of these arguments, or their refusal."""
-    given = present(written, read)
-    for name, value in zip(names(written, read), given, strict=True):
-        tensor(name, value)
-    inference_only(given)
-    inputs(read)
-    rows = read.x.shape[0]
-    if written:
-        buffers(written, read.x, read.fc1_weight_q.shape[0] // 2)
-    exact = all(value.shape[0] == rows for value in written)
-    spans = tuple(map(_span, present([value[:rows] for value in written], read)))
-    return _Accepted(_guards(given), exact, spans)
+def types(read: contract.Inputs, written: contract.Buffers) -> None:
+    """Whatever is no tensor, where torch's dispatcher would not say which argument it is."""
+    for name, value in zip(_NAMES, (*read, *written), strict=True):
+        if not isinstance(value, torch.Tensor) and (value is not None or name in _REQUIRED):
+            refuse(name, "a dense torch.Tensor", value)
 
 
 def without_tables(read: contract.Inputs) -> bool:
     """Whether AdaLN is left out: scale, shift and index are None."""
-    given = [name for name in _ADALN if getattr(read, name) is not None]
+    given = [name for name, value in zip(_ADALN, read[2:5], strict=True) if value is not None]
     if given and len(given) < len(_ADALN):
         missing = next(name for name in _ADALN if name not in given)
         refuse(missing, f"a tensor like {given[0]}, or all of {', '.join(_ADALN)} None", None)
     return not given
-
-
-def present(written: Sequence[torch.Tensor], read: contract.Inputs) -> tuple[torch.Tensor, ...]:
-    """All tensors among the arguments, in the order of ``names``."""
-    if (read.adaln_index is None or read.adaln_scale is None or read.adaln_shift is None) and without_tables(read):
-        return (*written, read.x, read.x_norm_weight, *read[5:])
-    return (*written, *read)
-
-
-def names(written: contract.Buffers | tuple[()], read: contract.Inputs) -> list[str]:
-    """What the tensors of ``present`` are called."""
-    left_out = _ADALN if read.adaln_index is None else ()
-    return [name for given in filter(None, (written, read)) for name in given._fields if name not in left_out]
-
-
-def _guards(tensors: tuple[torch.Tensor, ...]) -> Callable[..., bool]:
-    if TensorGuards is None:
-        return lambda *_: False
-    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
-    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-
-
-def _remember(key: tuple, accepted: _Accepted) -> None:
-    if len(_ACCEPTED) >= _REMEMBERED:
-        _ACCEPTED.clear()
-    known = _ACCEPTED.setdefault(key, [])
-    known.insert(0, accepted)
-    del known[_ALIKE:]
 
 
 def inputs(given: contract.Inputs) -> None:
@@ -242,54 +151,53 @@ def inputs(given: contract.Inputs) -> None:
     packed_weight(given.fc1_weight_q, given.fc1_weight_scale, device)
     hidden = given.fc1_weight_q.shape[1]
     _matrix("x", x, "M", hidden, device)
+    rows = x.shape[0]
     # A symbolic M (torch.export) is left to the call that brings the real one: a bound here would become a constraint.
-    if isinstance(x.shape[0], int) and x.shape[0] > contract.MAX_ROWS:
+    if isinstance(rows, int) and rows > contract.MAX_ROWS:
         refuse("x", f"[M, {hidden}] with M <= {contract.MAX_ROWS}", x)
     norm_weight("x_norm_weight", given.x_norm_weight, hidden, device)
     if without_tables(given):
         return
-    _matrix("adaln_scale", given.adaln_scale, "R", hidden, device)
+    for name in ("adaln_scale", "adaln_shift"):
+        table = getattr(given, name)
+        if table.dtype in (torch.float32, torch.float16):
+            refuse(name, f"bfloat16 [R, {hidden}], so cast to BF16 as by {name}.bfloat16()", table)
+        _matrix(name, table, "R", hidden, device)
     table_rows = given.adaln_scale.shape[0]
     if table_rows < 1:
         refuse("adaln_scale", f"bfloat16 [R, {hidden}] with R >= 1", given.adaln_scale)
-    _matrix("adaln_shift", given.adaln_shift, "R", hidden, device)
     if given.adaln_shift.shape[0] != table_rows:
         refuse("adaln_shift", f"[{table_rows}, {hidden}] as adaln_scale", given.adaln_shift)
-    _vector("adaln_index", given.adaln_index, contract.INDEX, x.shape[0], device)
+    _vector("adaln_index", given.adaln_index, contract.INDEX, rows, device)
 
 
 def buffers(given: contract.Buffers, x: torch.Tensor, ffn: int) -> None:
     """The caller's buffers: contiguous, with at least M rows."""
     rows, hidden = x.shape
-    wanted = (
-        ("out", given.out, contract.ACTIVATION, (ffn,)),
-        ("workspace_q", given.workspace_q, contract.QUANTIZED, (hidden,)),
-        ("workspace_scale", given.workspace_scale, contract.SCALE, ()),
-    )
-    for name, value, dtype, row in wanted:
-        if value.dtype != dtype or value.dim() == 0 or tuple(value.shape[1:]) != row or value.shape[0] < rows:
-            shape = ", ".join(str(n) for n in ("M", *row))
-            refuse(name, f"{_name(dtype)} [{shape}] with M >= {rows}", value)
-        _on_device(name, value, x.device)
-        _contiguous(name, value)
+    _buffer("out", given.out, contract.ACTIVATION, rows, (ffn,), x.device)
+    _buffer("workspace_q", given.workspace_q, contract.QUANTIZED, rows, (hidden,), x.device)
+    _buffer("workspace_scale", given.workspace_scale, contract.SCALE, rows, (), x.device)
 
 
-def _no_overlap(first: Sequence[int], spans: Sequence[int], names: Sequence[str]) -> None:
+def apart(written: contract.Buffers, read: contract.Inputs) -> None:
     """No byte of a buffer may be seen through another argument. Whole spans are compared, gaps of strides included."""
-    end = list(map(add, first, spans))
-    for i in range(len(contract.Buffers._fields)):
-        mine, my_end = first[i], end[i]
-        for j in range(i + 1, len(names)):
-            if mine < end[j] and first[j] < my_end:
-                raise ValueError(f"{names[i]} must not overlap {names[j]}; they share memory")
+    named = zip(written._fields + read._fields, written + read, strict=True)
+    spans = [(name, *_span(value)) for name, value in named if value is not None]
+    for i, (name, first, end) in enumerate(spans[: len(written)]):
+        for other, other_first, other_end in spans[i + 1 :]:
+            if first < other_end and other_first < end:
+                raise ValueError(f"{name} must not overlap {other}; they share memory")
 
 
-def inference_only(tensors: Sequence[torch.Tensor]) -> None:
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        raise RuntimeError(
-            "h3mlp.fc1_swiglu_fp8 is an inference operator and has no gradient: "
-            "call it under torch.no_grad() or torch.inference_mode(), or detach its arguments"
-        )
+def inference_only(tensors: Iterable[torch.Tensor | None]) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for value in tensors:
+        if value is not None and value.requires_grad:
+            raise RuntimeError(
+                "h3mlp.fc1_swiglu_fp8 is an inference operator and has no gradient: "
+                "call it under torch.no_grad() or torch.inference_mode(), or detach its arguments"
+            )
 
 
 def _fc1_shape() -> str:
@@ -297,12 +205,17 @@ def _fc1_shape() -> str:
 
 
 def _is_fc1_shape(value: torch.Tensor) -> bool:
-    if value.dim() != 2 or 0 in value.shape:
+    if value.dim() != 2:
         return False
-    return not (value.shape[0] % (2 * contract.FFN_MULTIPLE) or value.shape[1] % contract.HIDDEN_MULTIPLE)
+    rows, hidden = value.shape
+    fits = rows % (2 * contract.FFN_MULTIPLE) == 0 and hidden % contract.HIDDEN_MULTIPLE == 0
+    return fits and rows > 0 and hidden > 0
 
 
-def _on_device(name: str, value: torch.Tensor, device: torch.device) -> None:
+def _placed(name: str, value: torch.Tensor, device: torch.device) -> None:
+    """On the device, and with its elements where strides say."""
+    if value.layout is not torch.strided:
+        refuse(name, "a dense torch.Tensor", value)
     if value.device != device:
         refuse(name, f"on {device} like the other arguments", value)
 
@@ -313,24 +226,38 @@ def _contiguous(name: str, value: torch.Tensor) -> None:
 
 
 def _vector(name: str, value: torch.Tensor, dtypes: tuple, length: int, device: torch.device) -> None:
-    if value.dtype not in dtypes or value.dim() != 1 or value.shape[0] != length:
+    if value.dtype not in dtypes or value.shape != (length,):
         refuse(name, f"{' or '.join(map(_name, dtypes))} [{length}]", value)
-    _on_device(name, value, device)
+    _placed(name, value, device)
     _contiguous(name, value)
 
 
 def _matrix(name: str, value: torch.Tensor, rows: str, columns: int, device: torch.device) -> None:
-    if value.dtype != contract.ACTIVATION or value.dim() != 2 or value.shape[1] != columns:
+    if value.dtype is not contract.ACTIVATION or value.dim() != 2 or value.shape[1] != columns:
         refuse(name, f"{_name(contract.ACTIVATION)} [{rows}, {columns}]", value)
-    _on_device(name, value, device)
+    _placed(name, value, device)
     if value.stride(1) != 1:
         refuse(name, f"[{rows}, {columns}] with unit inner stride", value)
 
 
-def _span(value: torch.Tensor) -> int:
-    """The bytes from the first element to the last, both included."""
+def _buffer(
+    name: str, value: torch.Tensor, dtype: torch.dtype, rows: int, row: tuple[int, ...], device: torch.device
+) -> None:
+    shape = value.shape
+    if value.dtype is not dtype or not shape or shape[0] < rows or shape[1:] != row:
+        wanted = ", ".join(str(n) for n in ("M", *row))
+        refuse(name, f"{_name(dtype)} [{wanted}] with M >= {rows}", value)
+    _placed(name, value, device)
+    _contiguous(name, value)
+
+
+def _span(value: torch.Tensor) -> tuple[int, int]:
+    """The addresses of the first byte and behind the last."""
+    first = value.data_ptr()
+    if value.is_contiguous():
+        return first, first + value.nbytes
     last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    return (last + 1) * value.element_size()
+    return first, first + (last + 1) * value.element_size()
 
 
 def _packed(name: str, value: torch.Tensor) -> None:

@@ -18,10 +18,12 @@ class FC1SwiGLU(nn.Module):
     Made by ``from_checkpoint``, ``from_linear`` or ``from_packed``; or with dimensions alone, also on the meta device,
     to be loaded from a state_dict. Until then its scales are NaN and so is its output.
 
-    Its buffers keep their dtypes: ``.to(torch.float16)``, ``.half()`` and the like move them at most, since codes cast
-    to another type would be numbers without their scales. The row order travels in the state_dict and is checked when
-    one is loaded. Codes and scales the operator makes of x live in memory of torch's caching allocator for the time of
-    the call only: on a GPU all layers on a stream reuse the same, streams and CUDA graphs have their own.
+    Its weights are parameters without gradients, so that whatever offloads or splits a model moves them as it moves a
+    linear layer's. They keep their dtypes: ``.to(torch.float16)``, ``.half()`` and the like move them at most, since
+    codes cast to another type would be numbers without their scales. The row order travels in the state_dict and is
+    checked when one is loaded. Codes and scales that the operator makes of x live in memory of torch's caching
+    allocator for the time of the call only: on a GPU all layers on a stream reuse the same, streams and CUDA graphs
+    have their own.
 
     Attributes:
         weight: E4M3 [2F, H], packed row order.
@@ -32,9 +34,9 @@ class FC1SwiGLU(nn.Module):
             contract such rows are 0.
     """
 
-    weight: torch.Tensor
-    weight_scale: torch.Tensor
-    norm_weight: torch.Tensor
+    weight: nn.Parameter
+    weight_scale: nn.Parameter
+    norm_weight: nn.Parameter
 
     def __init__(
         self,
@@ -55,17 +57,13 @@ class FC1SwiGLU(nn.Module):
         check.dimensions(hidden, ffn)
         check.options(eps, accumulate, modulation)
         self.eps, self.accumulate, self.modulation, self.clamp_index = eps, accumulate, modulation, clamp_index
-        empty = {
-            "weight": torch.empty((2 * ffn, hidden), dtype=contract.QUANTIZED, device=device),
-            "weight_scale": torch.full((2 * ffn,), torch.nan, dtype=contract.SCALE, device=device),
-            "norm_weight": torch.full((hidden,), torch.nan, dtype=contract.ACTIVATION, device=device),
-        }
-        for name, value in empty.items():
-            self.register_buffer(name, value)
+        self.weight = _frozen(torch.empty((2 * ffn, hidden), dtype=contract.QUANTIZED, device=device))
+        self.weight_scale = _frozen(torch.full((2 * ffn,), torch.nan, dtype=contract.SCALE, device=device))
+        self.norm_weight = _frozen(torch.full((hidden,), torch.nan, dtype=contract.ACTIVATION, device=device))
 
     @classmethod
     def from_packed(cls, packed: PackedFC1, norm_weight: torch.Tensor, **options) -> "FC1SwiGLU":
-        """A module that holds this prepared weight itself, not a copy, and its norm weight.
+        """A module that holds the memory of this prepared weight, not a copy, and of its norm weight.
 
         Args:
             packed: the weight, of any size.
@@ -80,8 +78,8 @@ class FC1SwiGLU(nn.Module):
         rows, hidden = packed.weight.shape
         check.norm_weight("norm_weight", norm_weight, hidden, packed.weight.device)
         module = cls(hidden, rows // 2, device="meta", **options)
-        module.weight, module.weight_scale = packed
-        module.norm_weight = norm_weight.detach()
+        module.weight, module.weight_scale = map(_frozen, packed)
+        module.norm_weight = _frozen(norm_weight)
         return module
 
     @classmethod
@@ -166,7 +164,8 @@ class FC1SwiGLU(nn.Module):
         """
         Args:
             x: BF16 [..., H].
-            scale: BF16 [R, H] AdaLN table; a column chunk of a wider projection will do.
+            scale: BF16 [R, H] AdaLN table; a column chunk of a wider projection will do. FP32, as pruned checkpoints
+                have it, is rounded to BF16 first, since the operator's contract has BF16: R rows of it, not M.
             shift: BF16 [R, H], likewise.
             index: int32 or int64, the table row of each row of x, of any shape that torch broadcasts to x's leading
                 one: [B, S], [S], [B, 1] or [1] for [B, S, H]. Without scale, shift and index there is no AdaLN.
@@ -194,8 +193,8 @@ class FC1SwiGLU(nn.Module):
         y = fc1_swiglu_fp8(
             x if x.stride(1) == 1 else x.contiguous(),
             self.norm_weight,
-            scale,
-            shift,
+            _as_table(scale),
+            _as_table(shift),
             index,
             self.weight,
             self.weight_scale,
@@ -226,7 +225,8 @@ class FC1SwiGLU(nn.Module):
             )
 
     def _faults_of(self, state_dict: Mapping[str, object], prefix: str) -> Iterator[str]:
-        given = {name: state_dict[prefix + name] for name in self._buffers if prefix + name in state_dict}
+        mine = dict(self.named_parameters())
+        given = {name: state_dict[prefix + name] for name in mine if prefix + name in state_dict}
         if "weight" in given:
             order = f"{prefix}_extra_state"
             if order not in state_dict:
@@ -240,13 +240,13 @@ class FC1SwiGLU(nn.Module):
             if one in given and other not in given:
                 yield f"{prefix}{one} comes without {prefix}{other}: codes and scales belong together"
         for name, value in given.items():
-            buffer = self._buffers[name]
+            want = mine[name]
             if not isinstance(value, torch.Tensor):
                 yield f"{prefix}{name} must be a tensor; it is {check.describe(value)}"
-            elif value.dtype != buffer.dtype:
-                yield f"{prefix}{name} must be {buffer.dtype}; it is {value.dtype}"
-            elif value.shape != buffer.shape:
-                yield f"size mismatch for {prefix}{name}: it must be {list(buffer.shape)}; it is {list(value.shape)}"
+            elif value.dtype != want.dtype:
+                yield f"{prefix}{name} must be {want.dtype}; it is {value.dtype}"
+            elif value.shape != want.shape:
+                yield f"size mismatch for {prefix}{name}: it must be {list(want.shape)}; it is {list(value.shape)}"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "FC1SwiGLU":
         """What moves tensors also casts those of floating point, E4M3 among them: it is shown integers."""
@@ -261,6 +261,15 @@ class FC1SwiGLU(nn.Module):
             return moved.view(tensor.dtype)
 
         return super()._apply(keep_dtype, recurse)
+
+
+def _frozen(value: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(value.detach(), requires_grad=False)
+
+
+def _as_table(value: torch.Tensor | None) -> torch.Tensor | None:
+    fp32 = isinstance(value, torch.Tensor) and value.dtype == torch.float32
+    return value.to(contract.ACTIVATION) if fp32 else value
 
 
 def _broadcasts(shape: torch.Size, leading: torch.Size) -> bool:

@@ -69,3 +69,22 @@ def layer(
         adaln_index=torch.randint(table_rows, (rows,), dtype=torch.int64, device="cpu", generator=generator),
         weight=normal(2 * ffn, hidden, std=hidden**-0.5),
     )
+
+
+def as_specified(rows: int, device: torch.device, seed: int = 0) -> Layer:
+    """The distributions of the specified operator's own public test, made on the device: x of N(0, 0.5), weights of
+    N(0, 0.02) so that h has about 1.5, the norm weight within 10% of 1, the AdaLN tables within 0.05 of 0, and indices
+    in as many runs as there are table rows."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=contract.ACTIVATION, device=device)
+
+    tables = [empty(contract.ADALN_ROWS, contract.HIDDEN).uniform_(-0.05, 0.05, generator=generator) for _ in range(2)]
+    return Layer(
+        empty(rows, contract.HIDDEN).normal_(0, 0.5, generator=generator),
+        empty(contract.HIDDEN).uniform_(0.9, 1.1, generator=generator),
+        *tables,
+        torch.arange(rows, dtype=torch.int32, device=device) * contract.ADALN_ROWS // rows,
+        empty(contract.FC1_ROWS, contract.HIDDEN).normal_(0, 0.02, generator=generator),
+    )

@@ -1,4 +1,4 @@
-"""The chain's blocks, row order and answers, with the reference in the place of ``torch._scaled_mm``, which
+"""The chain's blocks, row order and answers, with the reference in the place of torch's ``scaled_mm``, which
 ``tests/gpu/test_chain.py`` tests."""
 
 import pytest
@@ -124,8 +124,15 @@ class TestServes:
         gpu[0] = capability
         serves, reason = chain.serves(torch.device("cuda:0"))
         assert serves
-        assert "torch._scaled_mm" in reason
+        assert "scaled_mm in blocks of rows" in reason
         assert f"{capability[0]}.{capability[1]}" in reason
+
+    @pytest.mark.usefixtures("gpu")
+    def test_a_torch_without_scaled_mm(self, monkeypatch):
+        monkeypatch.delattr(torch.nn.functional, "scaled_mm")
+        serves, reason = chain.serves(torch.device("cuda:0"))
+        assert not serves
+        assert reason.startswith("needs torch.nn.functional.scaled_mm, of torch 2.10 or newer; this is ")
 
     @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6)])
     def test_older(self, gpu, capability):

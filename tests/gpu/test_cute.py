@@ -8,10 +8,10 @@ import helpers
 import pytest
 import torch
 from helpers import bits, shifted
-from on_gpu import CUDA, around_2_to_the_31, close, first, make, sanitize, start, with_edges, y_of
+from on_gpu import ATOL, CUDA, RTOL, around_2_to_the_31, close, first, make, sanitize, start, with_edges, y_of
 
 import h3mlp
-from h3mlp import accuracy, contract, dispatch, reference
+from h3mlp import accuracy, contract, dispatch, reference, synthetic
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or dispatch.select(CUDA).NAME != "cute", reason="needs a GPU that backend cute serves"
@@ -184,6 +184,21 @@ def test_fast_accumulation_costs_what_its_docstring_says():
         assert 0.07 <= 1 - (got / exact).mean().item() <= 0.11
     else:
         assert torch.equal(got, accumulated(True, "fp32")[0])
+
+
+@pytest.mark.parametrize(("accumulate", "on_hopper"), [("fp32", 240), ("fast", 16_000)])
+def test_the_specified_operators_own_inputs(accumulate, on_hopper):
+    """Outputs further than 1e-2 + 1.6% from exact products, of 58.7 million. That operator's test allows 12, which a
+    GPU whose tensor cores accumulate in FP32 has to meet. Hopper's do not: measured on an H200 were 120 and 134 with
+    promotion every 256 of K, 7,925 without any, on other seeds; twice that is allowed here."""
+    layer = synthetic.as_specified(4097, CUDA, seed=7)
+    inputs = contract.Inputs(*layer.activations, *h3mlp.prepare_fc1_weight_fp8(layer.weight))
+    got = call(inputs, accumulate)
+    outside = 0
+    for rows in torch.arange(4097, device=CUDA).split(1024):
+        want = y_of(got.workspace_q[rows], got.workspace_scale[rows], *inputs[5:]).float()
+        outside += (~((got.out[rows].float() - want).abs() <= ATOL + RTOL * want.abs())).sum().item()
+    assert outside <= (on_hopper if torch.cuda.get_device_capability(CUDA) == (9, 0) else 12)
 
 
 def test_memory_beyond_inputs_and_output(model):

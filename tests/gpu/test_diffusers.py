@@ -67,7 +67,7 @@ def test_model_offload(applied_first):
     for _ in range(2):
         assert torch.equal(run(model), want)
         hook.offload()
-        assert {buffer.device.type for buffer in model.buffers()} == {"cpu"}
+        assert {weight.device.type for weight in model.parameters()} == {"cpu"}
 
 
 @pytest.mark.parametrize(
@@ -87,6 +87,9 @@ def test_group_offload(options):
     model.enable_group_offload(onload_device=CUDA, offload_device=torch.device("cpu"), **options)
     for _ in range(2):
         assert torch.equal(run(model), want)
+    weights = [weight for fc1 in minimax_h3.fc1s(model).values() for weight in fc1.parameters()]
+    left = [weight for weight in weights if weight.device.type != "cpu"]
+    assert len(left) <= 3, "all but what is fetched ahead, of one block, is on the CPU again"
 
 
 def test_sequential_offload():
@@ -97,6 +100,7 @@ def test_sequential_offload():
     want = run(copy.deepcopy(model).to(CUDA))
     cpu_offload(model, CUDA)
     assert torch.equal(run(model), want)
+    assert all(weight.is_meta for fc1 in minimax_h3.fc1s(model).values() for weight in fc1.parameters())
 
 
 def test_compiled_blocks():

@@ -56,13 +56,12 @@ def test_prepare(data):
 
 
 def test_prepare_memory_at_the_real_size():
-    """The outputs, one FP32 chunk of 44 MB, and no more than 1 MB besides."""
-    # Without blocks that other tests left: one that is larger by 1 MB or less is used, and counted, whole.
-    torch.cuda.empty_cache()
+    """The outputs, one FP32 chunk of 44 MB, and no more than 1 MB besides. Counted is what was asked of the allocator:
+    what it hands out for that depends on the blocks that other tests have left, by up to 1 MB each."""
     weight = torch.randn(contract.FC1_ROWS, contract.HIDDEN, device=CUDA).bfloat16()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     outputs = h3mlp.prepare_minimax_h3_fc1_weight_fp8(weight)
-    peak = torch.cuda.max_memory_allocated() - before
+    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
     chunk = 2048 * contract.HIDDEN * 4
     assert sum(t.nbytes for t in outputs) <= peak <= sum(t.nbytes for t in outputs) + chunk + 2**20

@@ -345,6 +345,37 @@ class TestWhatPeopleDoAfterwards:
             assert torch.equal(got, want)
         assert accuracy.compare(got, want).snr_db > 35
 
+    @pytest.mark.parametrize("dynamic", [True, None])
+    def test_compiled_blocks_for_clips_that_differ(self, applied, dynamic):
+        """In rows and in timesteps, and so in rows of the tables. With dynamic=True the first compilation serves all;
+        without, the second."""
+        torch.compiler.reset()
+        compiled = copy.deepcopy(applied)
+        compiled.compile_repeated_blocks(fullgraph=True, dynamic=dynamic, backend="aot_eager")
+        for i, (rows, timesteps) in enumerate([(24, 3), (33, 2), (50, 4), (20, 3)]):
+            given = {"video_rows": rows, "timesteps": timesteps}
+            with torch._dynamo.config.patch(error_on_recompile=i > (0 if dynamic else 1)):
+                assert torch.equal(minimax_h3.run(compiled, **given), minimax_h3.run(applied, **given))
+
+    def test_fp32_tables(self, model):
+        """The AdaLN projection of a pruned checkpoint stays in FP32; its tables are cast, and the report says so."""
+        model.transformer_blocks[1].adaln_proj.float()
+        wanted = copy.deepcopy(model)
+        report = integration.apply(model)
+        assert report.cast_tables == ("transformer_blocks.1",)
+        assert str(report).endswith("saved; FP32 AdaLN tables of 1 are cast to BF16")
+        got = minimax_h3.run(model)
+        wanted.transformer_blocks[1].adaln_proj.register_forward_hook(
+            lambda _module, _arguments, tables: tuple(table.bfloat16() for table in tables)
+        )
+        integration.apply(wanted)
+        assert torch.equal(got, minimax_h3.run(wanted))
+
+    def test_the_models_dtype(self, applied):
+        """Pipelines cast their inputs to it; the codes are parameters too, and must not decide it."""
+        assert applied.dtype == torch.bfloat16
+        assert all(block.ff.net[0].weight.dtype == torch.float8_e4m3fn for block in applied.transformer_blocks)
+
     def test_a_call_that_wants_gradients(self, applied):
         with pytest.raises(RuntimeError, match="inference operator and has no gradient"):
             applied(**minimax_h3.inputs())
@@ -371,15 +402,14 @@ class TestWhatPeopleDoAfterwards:
             hook.offload()
             assert torch.equal(minimax_h3.run(transformer), got)
 
-    @pytest.mark.parametrize("buffers", [False, True])
-    def test_sequential_offload(self, applied, buffers):
-        """Parameters are fetched layer by layer; the prepared weights are buffers and stay unless told."""
+    def test_sequential_offload(self, applied):
+        """The prepared weights are parameters, which are fetched layer by layer; buffers would stay where they are."""
         from accelerate import cpu_offload
 
         want = minimax_h3.run(applied)
-        cpu_offload(applied, "cpu", offload_buffers=buffers)
+        cpu_offload(applied, "cpu")
         assert applied.transformer_blocks[0].attn.to_q.weight.is_meta
-        assert applied.transformer_blocks[0].ff.net[0].weight.is_meta == buffers
+        assert all(weight.is_meta for weight in applied.transformer_blocks[0].ff.net[0].parameters())
         assert torch.equal(minimax_h3.run(applied), want)
 
     @pytest.mark.parametrize("kind", ["leaf_level", "block_level"])
@@ -390,7 +420,7 @@ class TestWhatPeopleDoAfterwards:
         assert torch.equal(minimax_h3.run(applied), want)
 
     def test_moved(self, applied):
-        assert {buffer.device.type for buffer in applied.to("meta").buffers()} == {"meta"}
+        assert {buffer.device.type for buffer in applied.to("meta").parameters()} == {"meta"}
 
     def test_another_precision(self, applied):
         """The prepared weights stay, and the operator says that it wants BF16."""

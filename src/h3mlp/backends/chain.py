@@ -1,4 +1,4 @@
-"""The operator on CUDA GPUs with FP8 tensor cores that have no kernel of ours: plain torch around ``torch._scaled_mm``.
+"""The operator on CUDA GPUs with FP8 tensor cores that have no kernel of ours: torch around its FP8 GEMM.
 
 Stage 1 is the reference itself, whose bits are the same on CUDA; stage 2 is one GEMM with a scale a row and a scale a
 column, then SwiGLU on its BF16 result. Both go in blocks of rows, so that beyond inputs, outputs and workspaces a call
@@ -11,6 +11,7 @@ torch multiplies FP8 with such scales on compute capability 8.9, 9.x, 10.x, 11.x
 import sys
 
 import torch
+import torch.nn.functional as F
 
 from .. import contract
 from . import aligned, no_nvidia_gpu, reference_stage1
@@ -34,9 +35,11 @@ def serves(device: torch.device) -> tuple[bool, str]:
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < (8, 9):
         return False, f"needs FP8 tensor cores, compute capability 8.9 or newer; this is {major}.{minor}"
+    if not hasattr(F, "scaled_mm"):
+        return False, f"needs torch.nn.functional.scaled_mm, of torch 2.10 or newer; this is {torch.__version__}"
     if sys.platform == "win32" and major != 9:
         return False, f"torch on Windows has no FP8 GEMM with a scale a row for compute capability {major}.{minor}"
-    return True, f"torch._scaled_mm in blocks of rows, compute capability {major}.{minor}"
+    return True, f"torch's scaled_mm in blocks of rows, compute capability {major}.{minor}"
 
 
 def run(
@@ -71,14 +74,15 @@ def scaled_mm(
 ) -> torch.Tensor:
     """Steps 9 and 10: h, BF16 [M, 2F], its columns in the order of the weight's rows. ``fast`` never promotes the
     tensor core's accumulator."""
-    scales = {"scale_a": s_row[:, None], "scale_b": w_scale[None]}
-    return torch._scaled_mm(a_q, w_q.t(), **scales, out_dtype=contract.ACTIVATION, use_fast_accum=fast)
+    row = F.ScalingType.RowWise
+    scales = s_row[:, None], row, w_scale[None], row
+    return F.scaled_mm(a_q, w_q.t(), *scales, output_dtype=contract.ACTIVATION, use_fast_accum=fast)
 
 
 def swiglu(h: torch.Tensor, out: torch.Tensor) -> None:
     """Step 11: h [M, 2F] in packed column order to y [M, F / 8, 8]. torch's BF16 silu computes in FP32 and rounds."""
     gate, up = h.unflatten(1, (-1, 2, contract.ROW_GROUP)).unbind(2)
-    torch.mul(torch.nn.functional.silu(gate), up, out=out)
+    torch.mul(F.silu(gate), up, out=out)
 
 
 def _block_rows(columns: int, element_bytes: int) -> int:

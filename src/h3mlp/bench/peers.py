@@ -120,8 +120,8 @@ def on_cuda(
     peers = [
         ours(problem),
         Peer(OURS_FAST, 'the operator, accumulate="fast"', operator, _call(problem, accumulate="fast"), "y"),
-        Peer(GEMM, "torch._scaled_mm, a scale a row, use_fast_accum=True", gemm, partial(bare, True), "h"),
-        Peer(GEMM_FP32, "torch._scaled_mm, a scale a row, use_fast_accum=False", gemm, partial(bare, False), "h"),
+        Peer(GEMM, "torch's scaled_mm, a scale a row, use_fast_accum=True", gemm, partial(bare, True), "h"),
+        Peer(GEMM_FP32, "torch's scaled_mm, a scale a row, use_fast_accum=False", gemm, partial(bare, False), "h"),
         Peer(CHAIN, "torch.compile, the fast GEMM, torch.compile", operator, partial(chain, first, last), "y"),
         Peer(CHAIN_EAGER, "the same chain, not compiled", operator, eager, "y"),
         *_stage1(problem, norm_quant),

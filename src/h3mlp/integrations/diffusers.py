@@ -63,7 +63,9 @@ class MiniMaxH3TransformerBlock(original.MiniMaxH3TransformerBlock):
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[B, S, H] to [B, S, H]; as the class it stands for."""
-        *of_attention, shift, scale, gate = self.adaln_proj(temb)
+        # In FP32 where the checkpoint has it so, as pruned ones do: what is modulated is BF16, and so are the tables.
+        tables = (table.to(hidden_states.dtype) for table in self.adaln_proj(temb))
+        *of_attention, shift, scale, gate = tables
         hidden_states = self.attend(hidden_states, *of_attention, adaln_indices, rotary_emb, attention_mask)
         return self.feed_forward(hidden_states, shift, scale, gate, adaln_indices)
 
@@ -120,11 +122,13 @@ class Report:
         blocks: the names of the replaced blocks.
         bytes_before: of their norm2 and FC1 weights in BF16.
         bytes_after: of the prepared weights, and of the BF16 weights where they were kept.
+        cast_tables: those of the blocks whose AdaLN tables are FP32, and cast to BF16.
     """
 
     blocks: tuple[str, ...]
     bytes_before: int
     bytes_after: int
+    cast_tables: tuple[str, ...] = ()
 
     @property
     def bytes_saved(self) -> int:
@@ -132,7 +136,8 @@ class Report:
 
     def __str__(self) -> str:
         before, after, saved = (f"{n / 1e9:,.3f}" for n in (self.bytes_before, self.bytes_after, self.bytes_saved))
-        return f"{len(self.blocks)} blocks: FC1 weights of {before} GB now take {after} GB, {saved} GB saved"
+        cast = f"; FP32 AdaLN tables of {len(self.cast_tables)} are cast to BF16" if self.cast_tables else ""
+        return f"{len(self.blocks)} blocks: FC1 weights of {before} GB now take {after} GB, {saved} GB saved{cast}"
 
 
 @torch.no_grad()
@@ -192,13 +197,14 @@ def apply(
             fc1 = FC1SwiGLU.from_checkpoint(prepared, name, device=device, copy=copy, eps=norm.eps, **options)
         old_bytes = 2 * (fc1.norm_weight.numel() + fc1.weight.numel())
         before += old_bytes
-        after += sum(buffer.nbytes for buffer in fc1.buffers()) + (old_bytes if keep_weights else 0)
+        after += sum(weight.nbytes for weight in fc1.parameters()) + (old_bytes if keep_weights else 0)
         if keep_weights:
             setattr(block, _KEPT, (norm, swiglu))  # in a tuple, torch does not see them: neither moved nor saved
         block.ff.net[0], block.norm2 = fc1, nn.Identity()
         block.__class__ = _REPLACEMENT[type(block)]
     transformer.__class__ = MiniMaxH3Transformer3DModel
-    return Report(tuple(chosen), before, after)
+    cast = tuple(name for name, block in chosen.items() if _has_fp32_tables(block))
+    return Report(tuple(chosen), before, after, cast)
 
 
 @torch.no_grad()
@@ -373,6 +379,11 @@ def _check_prepared(name: str, block: nn.Module, prepared: Prepared, keep_weight
         )
     if keep_weights and (proj.weight.is_meta or norm.weight.is_meta):
         raise ValueError(f"keep_weights must be False, since the weights of {name} are not loaded; it is True")
+
+
+def _has_fp32_tables(block: nn.Module) -> bool:
+    """The token refiner's blocks have none at all."""
+    return hasattr(block, "adaln_proj") and next(block.adaln_proj.parameters()).dtype == torch.float32
 
 
 def _device_of(block: nn.Module) -> torch.device:
