@@ -57,10 +57,14 @@ def y_of(a_q: torch.Tensor, s_row: torch.Tensor, w_q: torch.Tensor, w_scale: tor
     return reference.swiglu(*reference.gate_and_up(h))
 
 
-def close(y: torch.Tensor, want: torch.Tensor) -> None:
+def outside(y: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """Where y is out of tolerance; a NaN where only one has it is."""
     y, want = y.float(), want.float()
-    off = ~((y - want).abs() <= ATOL + RTOL * want.abs())
-    off &= ~(y.isnan() & want.isnan())
+    return ~((y - want).abs() <= ATOL + RTOL * want.abs()) & ~(y.isnan() & want.isnan())
+
+
+def close(y: torch.Tensor, want: torch.Tensor) -> None:
+    off = outside(y, want)
     assert off.sum() <= max(4, 2e-7 * off.numel()), f"{off.sum()} of {off.numel()}, first {off.nonzero()[0].tolist()}"
 
 

@@ -108,9 +108,9 @@ def test_loading_and_the_module(tmp_path, under, copy):
         assert torch.equal(got(*given), y)
         empty = h3mlp.FC1SwiGLU(256, 128, device="cpu")
         empty.load_state_dict(want.state_dict())
-    for name, buffer in want.named_parameters():
+    for name, weight in want.named_parameters():
         for other in (got, empty):
-            assert torch.equal(bits(getattr(other, name)), bits(buffer)), name
+            assert torch.equal(bits(getattr(other, name)), bits(weight)), name
 
 
 def test_the_operator(under):

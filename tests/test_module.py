@@ -50,11 +50,11 @@ def assert_same_rows(got: torch.Tensor, want: torch.Tensor) -> None:
 
 def assert_same_state(got: FC1SwiGLU, want: FC1SwiGLU) -> None:
     assert [name for name, _ in got.named_parameters()] == ["weight", "weight_scale", "norm_weight"]
-    for name, buffer in want.named_parameters():
+    for name, weight in want.named_parameters():
         other = getattr(got, name)
-        assert other.dtype == buffer.dtype
+        assert other.dtype == weight.dtype
         assert other.is_contiguous()
-        assert torch.equal(bits(other), bits(buffer)), name
+        assert torch.equal(bits(other), bits(weight)), name
 
 
 class TestForward:
@@ -422,12 +422,12 @@ class TestState:
         weight = module.weight
         assert module.to("cpu").weight is weight
         moved = module.to("meta")
-        assert {buffer.device.type for buffer in moved.parameters()} == {"meta"}
-        assert [buffer.dtype for buffer in moved.parameters()] == [torch.float8_e4m3fn, torch.float32, torch.bfloat16]
+        assert {weight.device.type for weight in moved.parameters()} == {"meta"}
+        assert [weight.dtype for weight in moved.parameters()] == [torch.float8_e4m3fn, torch.float32, torch.bfloat16]
 
     def test_shared_memory(self, module):
         module.share_memory()
-        assert all(buffer.is_shared() for buffer in module.parameters())
+        assert all(weight.is_shared() for weight in module.parameters())
 
     @pytest.mark.parametrize("assign", [False, True])
     @pytest.mark.parametrize("strict", [False, True])

@@ -48,9 +48,9 @@ def test_a_batch_and_strided_tables(module, inputs):
 def test_offloaded_to_pinned_memory_and_back(module, inputs):
     want = module(inputs.x, *inputs[2:5])
     pinned = module.to("cpu")._apply(lambda t: t.pin_memory())
-    assert all(buffer.is_pinned() for buffer in pinned.parameters())
+    assert all(weight.is_pinned() for weight in pinned.parameters())
     back = pinned.to(CUDA, non_blocking=True)
-    assert [buffer.dtype for buffer in back.parameters()] == [torch.float8_e4m3fn, torch.float32, torch.bfloat16]
+    assert [weight.dtype for weight in back.parameters()] == [torch.float8_e4m3fn, torch.float32, torch.bfloat16]
     assert torch.equal(back(inputs.x, *inputs[2:5]), want)
 
 
