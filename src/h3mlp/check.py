@@ -13,6 +13,8 @@ _ADALN = contract.Inputs._fields[2:5]
 _REQUIRED = frozenset(contract.Inputs._fields) - frozenset(_ADALN)
 _NAMES = (*contract.Inputs._fields, *contract.Buffers._fields)
 
+_NOTHING = (0, 0)  # the span of an argument that is None
+
 _EPS_MIN, _EPS_MAX = 2.0**-149, torch.finfo(torch.float32).max
 
 
@@ -122,18 +124,17 @@ def packed_weight(
     name_q, name_scale = names
     if weight_q.dtype is not contract.QUANTIZED or not _is_fc1_shape(weight_q):
         refuse(name_q, f"float8_e4m3fn {_fc1_shape()}", weight_q)
-    _placed(name_q, weight_q, device)
-    _contiguous(name_q, weight_q)
+    _contiguous(name_q, weight_q, device)
     _vector(name_scale, weight_scale, (contract.SCALE,), weight_q.shape[0], device)
     _packed(name_q, weight_q)
     _packed(name_scale, weight_scale)
 
 
-def types(read: contract.Inputs, written: contract.Buffers) -> None:
+def types(read: tuple, written: tuple) -> None:
     """Whatever is no tensor, where torch's dispatcher would not say which argument it is."""
-    for name, value in zip(_NAMES, (*read, *written), strict=True):
-        if not isinstance(value, torch.Tensor) and (value is not None or name in _REQUIRED):
-            refuse(name, "a dense torch.Tensor", value)
+    for i, value in enumerate((*read, *written)):
+        if not isinstance(value, torch.Tensor) and (value is not None or _NAMES[i] in _REQUIRED):
+            refuse(_NAMES[i], "a dense torch.Tensor", value)
 
 
 def without_tables(read: contract.Inputs) -> bool:
@@ -147,28 +148,23 @@ def without_tables(read: contract.Inputs) -> bool:
 
 def inputs(given: contract.Inputs) -> None:
     """The operator's tensors against each other; the weight sets H and F, x the device and M."""
-    x, device = given.x, given.x.device
-    packed_weight(given.fc1_weight_q, given.fc1_weight_scale, device)
-    hidden = given.fc1_weight_q.shape[1]
-    _matrix("x", x, "M", hidden, device)
-    rows = x.shape[0]
+    x, norm, scale, shift, index, weight_q, weight_scale = given
+    device = x.device
+    packed_weight(weight_q, weight_scale, device)
+    hidden = weight_q.shape[1]
+    rows = _matrix("x", x, "M", hidden, device)
     # A symbolic M (torch.export) is left to the call that brings the real one: a bound here would become a constraint.
     if isinstance(rows, int) and rows > contract.MAX_ROWS:
         refuse("x", f"[M, {hidden}] with M <= {contract.MAX_ROWS}", x)
-    norm_weight("x_norm_weight", given.x_norm_weight, hidden, device)
+    _vector("x_norm_weight", norm, (contract.ACTIVATION,), hidden, device)
     if without_tables(given):
         return
-    for name in ("adaln_scale", "adaln_shift"):
-        table = getattr(given, name)
-        if table.dtype in (torch.float32, torch.float16):
-            refuse(name, f"bfloat16 [R, {hidden}], so cast to BF16 as by {name}.bfloat16()", table)
-        _matrix(name, table, "R", hidden, device)
-    table_rows = given.adaln_scale.shape[0]
+    table_rows = _table("adaln_scale", scale, hidden, device)
     if table_rows < 1:
-        refuse("adaln_scale", f"bfloat16 [R, {hidden}] with R >= 1", given.adaln_scale)
-    if given.adaln_shift.shape[0] != table_rows:
-        refuse("adaln_shift", f"[{table_rows}, {hidden}] as adaln_scale", given.adaln_shift)
-    _vector("adaln_index", given.adaln_index, contract.INDEX, rows, device)
+        refuse("adaln_scale", f"bfloat16 [R, {hidden}] with R >= 1", scale)
+    if _table("adaln_shift", shift, hidden, device) != table_rows:
+        refuse("adaln_shift", f"[{table_rows}, {hidden}] as adaln_scale", shift)
+    _vector("adaln_index", index, contract.INDEX, rows, device)
 
 
 def buffers(given: contract.Buffers, x: torch.Tensor, ffn: int) -> None:
@@ -181,12 +177,12 @@ def buffers(given: contract.Buffers, x: torch.Tensor, ffn: int) -> None:
 
 def apart(written: contract.Buffers, read: contract.Inputs) -> None:
     """No byte of a buffer may be seen through another argument. Whole spans are compared, gaps of strides included."""
-    named = zip(written._fields + read._fields, written + read, strict=True)
-    spans = [(name, *_span(value)) for name, value in named if value is not None]
-    for i, (name, first, end) in enumerate(spans[: len(written)]):
-        for other, other_first, other_end in spans[i + 1 :]:
-            if first < other_end and other_first < end:
-                raise ValueError(f"{name} must not overlap {other}; they share memory")
+    spans = [_NOTHING if value is None else _span(value) for value in (*read, *written)]
+    for i in range(len(read), len(spans)):
+        first, end = spans[i]
+        for other in spans[:i]:
+            if first < other[1] and other[0] < end:
+                raise ValueError(f"{_NAMES[i]} must not overlap {_NAMES[spans.index(other)]}; they share memory")
 
 
 def inference_only(tensors: Iterable[torch.Tensor | None]) -> None:
@@ -205,9 +201,10 @@ def _fc1_shape() -> str:
 
 
 def _is_fc1_shape(value: torch.Tensor) -> bool:
-    if value.dim() != 2:
+    shape = value.shape
+    if len(shape) != 2:
         return False
-    rows, hidden = value.shape
+    rows, hidden = shape
     fits = rows % (2 * contract.FFN_MULTIPLE) == 0 and hidden % contract.HIDDEN_MULTIPLE == 0
     return fits and rows > 0 and hidden > 0
 
@@ -220,7 +217,8 @@ def _placed(name: str, value: torch.Tensor, device: torch.device) -> None:
         refuse(name, f"on {device} like the other arguments", value)
 
 
-def _contiguous(name: str, value: torch.Tensor) -> None:
+def _contiguous(name: str, value: torch.Tensor, device: torch.device) -> None:
+    _placed(name, value, device)
     if not value.is_contiguous():
         refuse(name, "contiguous", value)
 
@@ -228,16 +226,24 @@ def _contiguous(name: str, value: torch.Tensor) -> None:
 def _vector(name: str, value: torch.Tensor, dtypes: tuple, length: int, device: torch.device) -> None:
     if value.dtype not in dtypes or value.shape != (length,):
         refuse(name, f"{' or '.join(map(_name, dtypes))} [{length}]", value)
-    _placed(name, value, device)
-    _contiguous(name, value)
+    _contiguous(name, value, device)
 
 
-def _matrix(name: str, value: torch.Tensor, rows: str, columns: int, device: torch.device) -> None:
-    if value.dtype is not contract.ACTIVATION or value.dim() != 2 or value.shape[1] != columns:
+def _matrix(name: str, value: torch.Tensor, rows: str, columns: int, device: torch.device) -> int:
+    """The number of its rows."""
+    shape = value.shape
+    if value.dtype is not contract.ACTIVATION or len(shape) != 2 or shape[1] != columns:
         refuse(name, f"{_name(contract.ACTIVATION)} [{rows}, {columns}]", value)
     _placed(name, value, device)
-    if value.stride(1) != 1:
+    if value.stride()[1] != 1:
         refuse(name, f"[{rows}, {columns}] with unit inner stride", value)
+    return shape[0]
+
+
+def _table(name: str, value: torch.Tensor, columns: int, device: torch.device) -> int:
+    if value.dtype in (torch.float32, torch.float16):
+        refuse(name, f"bfloat16 [R, {columns}], so cast to BF16 as by {name}.bfloat16()", value)
+    return _matrix(name, value, "R", columns, device)
 
 
 def _buffer(
@@ -247,17 +253,16 @@ def _buffer(
     if value.dtype is not dtype or not shape or shape[0] < rows or shape[1:] != row:
         wanted = ", ".join(str(n) for n in ("M", *row))
         refuse(name, f"{_name(dtype)} [{wanted}] with M >= {rows}", value)
-    _placed(name, value, device)
-    _contiguous(name, value)
+    _contiguous(name, value, device)
 
 
 def _span(value: torch.Tensor) -> tuple[int, int]:
-    """The addresses of the first byte and behind the last."""
+    """The addresses of the first byte and behind the last, of a tensor that is contiguous or has unit inner stride."""
     first = value.data_ptr()
     if value.is_contiguous():
         return first, first + value.nbytes
-    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    return first, first + (last + 1) * value.element_size()
+    rows, columns = value.shape
+    return first, first + ((rows - 1) * value.stride()[0] + columns) * value.element_size()
 
 
 def _packed(name: str, value: torch.Tensor) -> None:

@@ -20,6 +20,8 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 torch.library.define("h3mlp::fc1_swiglu_fp8", f"({_INPUTS}) -> Tensor", tags=_TAGS)
 torch.library.define("h3mlp::fc1_swiglu_fp8_out", f"({_INPUTS}, {_BUFFERS}) -> ()", tags=_TAGS)
+_FUNCTIONAL = torch.ops.h3mlp.fc1_swiglu_fp8.default
+_INTO_BUFFERS = torch.ops.h3mlp.fc1_swiglu_fp8_out.default
 
 _NONE_GIVEN = contract.Buffers(None, None, None)
 _DTENSOR = "torch.distributed.tensor"
@@ -45,8 +47,10 @@ def _functional_fake(*args) -> torch.Tensor:
 def _into_buffers(*args) -> None:
     inputs, options, buffers = contract.Inputs(*args[:7]), args[7:10], contract.Buffers(*args[10:])
     _check(inputs, options, buffers)
-    if rows := inputs.x.shape[0]:
-        buffers = contract.Buffers(*(b if b.shape[0] == rows else b[:rows] for b in buffers))
+    rows = inputs.x.shape[0]
+    if any(buffer.shape[0] != rows for buffer in buffers):
+        buffers = contract.Buffers(*(buffer[:rows] for buffer in buffers))
+    if rows:
         check.apart(buffers, inputs)
     _run(inputs, buffers, *options)
 
@@ -58,7 +62,7 @@ def _into_buffers_fake(*args) -> None:
 
 def _check(inputs: contract.Inputs, options: tuple, buffers: contract.Buffers = _NONE_GIVEN) -> None:
     """All that metadata show; fake tensors have them too."""
-    check.types(inputs, buffers)
+    check.types(inputs, buffers)  # None, which the dispatcher takes for a tensor
     check.options(*options)
     check.inputs(inputs)
     if buffers is not _NONE_GIVEN:
@@ -147,27 +151,27 @@ def fc1_swiglu_fp8(
         RuntimeError: a tensor requires grad while grad mode is on.
         NotImplementedError: no backend serves the device.
     """
-    inputs = contract.Inputs(x, x_norm_weight, adaln_scale, adaln_shift, adaln_index, fc1_weight_q, fc1_weight_scale)
-    given = contract.Buffers(out, workspace_q, workspace_scale)
+    inputs = (x, x_norm_weight, adaln_scale, adaln_shift, adaln_index, fc1_weight_q, fc1_weight_scale)
+    buffers = (out, workspace_q, workspace_scale)
     # What torch's dispatcher would refuse without a name, or take for another number.
-    check.types(inputs, given)
+    check.types(inputs, buffers)
     check.options(eps, accumulate, modulation)
     if torch.compiler.is_compiling():  # whatever differentiates the graph would take the operator for a constant
-        check.inference_only((*inputs, *given))
+        check.inference_only((*inputs, *buffers))
     elif _DTENSOR in sys.modules:
         from . import sharding
 
-        sharding.refuse_buffers(inputs, given)
+        sharding.refuse_buffers(contract.Inputs(*inputs), contract.Buffers(*buffers))
 
-    missing = sum(buffer is None for buffer in given)
-    if missing == len(given):
-        return torch.ops.h3mlp.fc1_swiglu_fp8.default(*inputs, eps, accumulate, modulation)
-    if missing:
-        check.inputs(inputs)  # the missing buffers take their shapes from them
-        given = allocate(inputs, given)
-    torch.ops.h3mlp.fc1_swiglu_fp8_out.default(*inputs, eps, accumulate, modulation, *given)
+    if out is None and workspace_q is None and workspace_scale is None:
+        return _FUNCTIONAL(*inputs, eps, accumulate, modulation)
+    if out is None or workspace_q is None or workspace_scale is None:
+        read = contract.Inputs(*inputs)
+        check.inputs(read)  # the missing buffers take their shapes from them
+        buffers = out, _, _ = allocate(read, contract.Buffers(*buffers))
+    _INTO_BUFFERS(*inputs, eps, accumulate, modulation, *buffers)
     rows = x.shape[0]
-    return given.out if given.out.shape[0] == rows else given.out[:rows]
+    return out if out.shape[0] == rows else out[:rows]
 
 
 def minimax_h3_fc1_swiglu_fp8(

@@ -420,7 +420,7 @@ class TestWhatPeopleDoAfterwards:
         assert torch.equal(minimax_h3.run(applied), want)
 
     def test_moved(self, applied):
-        assert {buffer.device.type for buffer in applied.to("meta").parameters()} == {"meta"}
+        assert {weight.device.type for weight in applied.to("meta").parameters()} == {"meta"}
 
     def test_another_precision(self, applied):
         """The prepared weights stay, and the operator says that it wants BF16."""

@@ -63,12 +63,12 @@ def stage1(
     """x [M, H] to codes a_q [M, H] and scales s_row [M]. a_q begins at a multiple of 16 bytes."""
     x, weight, scale, shift, index = inputs[:5]
     rows, hidden = x.shape
-    addresses, strides = x.data_ptr() | weight.data_ptr(), x.stride(0)
+    addresses, strides = x.data_ptr() | weight.data_ptr(), x.stride()[0]
     if index is None:
         tables, index_bits, modulation = (), 0, None
     else:
         addresses |= scale.data_ptr() | shift.data_ptr()
-        strides |= scale.stride(0) | shift.stride(0)
+        strides |= scale.stride()[0] | shift.stride()[0]
         tables, index_bits = (scale, shift, index), 64 if index.dtype is torch.int64 else 32
     vectors = not (addresses % ALIGNMENT or strides % contract.VECTOR)
     kernel = _norm_quant(x.get_device(), hidden, index_bits, vectors, modulation)
