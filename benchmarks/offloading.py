@@ -6,6 +6,7 @@ memory is the process's own (anonymous, pinned included) and that of mapped file
 needs it.
 """
 
+import datetime
 import json
 import multiprocessing
 import tempfile
@@ -20,6 +21,7 @@ from rich.progress import track
 from rich.table import Table
 
 from h3mlp import contract
+from h3mlp.bench import harness
 from h3mlp.checkpoint import convert
 from h3mlp.integrations import diffusers as integration
 
@@ -118,7 +120,8 @@ def main(blocks: int, rows: int, json_out: Path | None) -> None:
         table.add_row(row["way"], row["fc1"], *numbers)
     Console().print(table)
     if json_out:
-        json_out.write_text(json.dumps({"blocks": blocks, "rows": rows, "results": found}, indent=2) + "\n")
+        origin = {"date": datetime.date.today().isoformat(), "gpu": harness.gpu(torch.device("cuda", 0))}
+        json_out.write_text(json.dumps({**origin, "blocks": blocks, "rows": rows, "results": found}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -343,3 +343,6 @@ def test_a_direct_call_of_the_torch_operator_is_checked_too(inputs):
         torch.ops.h3mlp.fc1_swiglu_fp8_out(
             *inputs, 1e-5, "fp32", "fused", *buffers._replace(out=inputs.x.view(-1)[: 70 * FFN].view(70, FFN))
         )
+    for name in buffers._fields:  # for which the dispatcher takes None
+        with pytest.raises(ValueError, match=f"{name} must be a dense torch.Tensor; it is None"):
+            torch.ops.h3mlp.fc1_swiglu_fp8_out(*inputs, 1e-5, "fp32", "fused", *buffers._replace(**{name: None}))

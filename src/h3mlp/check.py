@@ -247,8 +247,10 @@ def _table(name: str, value: torch.Tensor, columns: int, device: torch.device) -
 
 
 def _buffer(
-    name: str, value: torch.Tensor, dtype: torch.dtype, rows: int, row: tuple[int, ...], device: torch.device
+    name: str, value: torch.Tensor | None, dtype: torch.dtype, rows: int, row: tuple[int, ...], device: torch.device
 ) -> None:
+    if value is None:  # as torch's dispatcher lets it through
+        refuse(name, "a dense torch.Tensor", value)
     shape = value.shape
     if value.dtype is not dtype or not shape or shape[0] < rows or shape[1:] != row:
         wanted = ", ".join(str(n) for n in ("M", *row))

@@ -62,7 +62,7 @@ def _into_buffers_fake(*args) -> None:
 
 def _check(inputs: contract.Inputs, options: tuple, buffers: contract.Buffers = _NONE_GIVEN) -> None:
     """All that metadata show; fake tensors have them too."""
-    check.types(inputs, buffers)  # None, which the dispatcher takes for a tensor
+    check.types(inputs, buffers)  # None, which torch's dispatcher lets through
     check.options(*options)
     check.inputs(inputs)
     if buffers is not _NONE_GIVEN:

@@ -357,6 +357,12 @@ class TestWhatPeopleDoAfterwards:
             with torch._dynamo.config.patch(error_on_recompile=i > (0 if dynamic else 1)):
                 assert torch.equal(minimax_h3.run(compiled, **given), minimax_h3.run(applied, **given))
 
+    def test_fp16_tables(self, model):
+        """Another rounding than the model's: it would change what attention reads, without a word."""
+        model.transformer_blocks[1].adaln_proj.half()
+        with pytest.raises(ValueError, match=r"transformer_blocks.1.adaln_proj must be .* it is in float16: cast it"):
+            integration.apply(model)
+
     def test_fp32_tables(self, model):
         """The AdaLN projection of a pruned checkpoint stays in FP32; its tables are cast, and the report says so."""
         model.transformer_blocks[1].adaln_proj.float()

@@ -203,7 +203,7 @@ def apply(
         block.ff.net[0], block.norm2 = fc1, nn.Identity()
         block.__class__ = _REPLACEMENT[type(block)]
     transformer.__class__ = MiniMaxH3Transformer3DModel
-    cast = tuple(name for name, block in chosen.items() if _has_fp32_tables(block))
+    cast = tuple(name for name, block in chosen.items() if _tables_dtype(block) == torch.float32)
     return Report(tuple(chosen), before, after, cast)
 
 
@@ -344,6 +344,8 @@ def _check_block(name: str, block: nn.Module) -> None:
         raise ValueError(f"{name} must not be replaced yet; it is")
     if type(block) not in _REPLACEMENT or type(block.ff) is not FeedForward or type(swiglu) is not SwiGLU:
         raise ValueError(f"{name} must be a plain block with a SwiGLU; it is {block}")
+    if _tables_dtype(block) == torch.float16:
+        raise ValueError(f"{name}.adaln_proj must be in bfloat16 or float32, it is in float16: cast it to BF16")
     unhooked(name, block)
     unhooked(f"{name}.ff", block.ff)
     unhooked(f"{name}.ff.net.0", swiglu)
@@ -381,9 +383,9 @@ def _check_prepared(name: str, block: nn.Module, prepared: Prepared, keep_weight
         raise ValueError(f"keep_weights must be False, since the weights of {name} are not loaded; it is True")
 
 
-def _has_fp32_tables(block: nn.Module) -> bool:
+def _tables_dtype(block: nn.Module) -> torch.dtype | None:
     """The token refiner's blocks have none at all."""
-    return hasattr(block, "adaln_proj") and next(block.adaln_proj.parameters()).dtype == torch.float32
+    return next(block.adaln_proj.parameters()).dtype if hasattr(block, "adaln_proj") else None
 
 
 def _device_of(block: nn.Module) -> torch.device:
