@@ -259,7 +259,7 @@ class TestOverlap:
         arena = torch.zeros(70 * HIDDEN + 4 * 70, dtype=torch.uint8)
         q = arena[: 70 * HIDDEN].view(contract.QUANTIZED).view(70, HIDDEN)
         scale = arena[70 * HIDDEN - 4 : -4].view(torch.float32)
-        refused("workspace_scale must not overlap workspace_q", inputs, workspace_q=q, workspace_scale=scale)
+        refused("workspace_q must not overlap workspace_scale", inputs, workspace_q=q, workspace_scale=scale)
         scale = arena[70 * HIDDEN :].view(torch.float32)
         h3mlp.fc1_swiglu_fp8(*inputs, workspace_q=q, workspace_scale=scale)
 

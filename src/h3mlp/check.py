@@ -10,7 +10,8 @@ import torch
 from . import contract
 
 _ADALN = contract.Inputs._fields[2:5]
-_REQUIRED = frozenset(contract.Inputs._fields) - frozenset(_ADALN)
+REQUIRED = frozenset(contract.Inputs._fields) - frozenset(_ADALN)
+"""What a caller must give; buffers may be left to be allocated."""
 _NAMES = (*contract.Inputs._fields, *contract.Buffers._fields)
 
 _NOTHING = (0, 0)  # the span of an argument that is None
@@ -130,10 +131,10 @@ def packed_weight(
     _packed(name_scale, weight_scale)
 
 
-def types(read: tuple, written: tuple) -> None:
-    """Whatever is no tensor, where torch's dispatcher would not say which argument it is."""
+def types(read: tuple, written: tuple, required: frozenset[str] = REQUIRED) -> None:
+    """Whatever is no tensor, where torch's dispatcher would not say which argument it is or lets None through."""
     for i, value in enumerate((*read, *written)):
-        if not isinstance(value, torch.Tensor) and (value is not None or _NAMES[i] in _REQUIRED):
+        if not isinstance(value, torch.Tensor) and (value is not None or _NAMES[i] in required):
             refuse(_NAMES[i], "a dense torch.Tensor", value)
 
 
@@ -177,12 +178,12 @@ def buffers(given: contract.Buffers, x: torch.Tensor, ffn: int) -> None:
 
 def apart(written: contract.Buffers, read: contract.Inputs) -> None:
     """No byte of a buffer may be seen through another argument. Whole spans are compared, gaps of strides included."""
-    spans = [_NOTHING if value is None else _span(value) for value in (*read, *written)]
-    for i in range(len(read), len(spans)):
-        first, end = spans[i]
-        for other in spans[:i]:
+    spans = [_NOTHING if value is None else _span(value) for value in (*written, *read)]
+    for i, (first, end) in enumerate(spans[: len(written)], 1):
+        for other in spans[i:]:
             if first < other[1] and other[0] < end:
-                raise ValueError(f"{_NAMES[i]} must not overlap {_NAMES[spans.index(other)]}; they share memory")
+                names = written._fields + read._fields
+                raise ValueError(f"{names[i - 1]} must not overlap {names[spans.index(other, i)]}; they share memory")
 
 
 def inference_only(tensors: Iterable[torch.Tensor | None]) -> None:
@@ -247,10 +248,8 @@ def _table(name: str, value: torch.Tensor, columns: int, device: torch.device) -
 
 
 def _buffer(
-    name: str, value: torch.Tensor | None, dtype: torch.dtype, rows: int, row: tuple[int, ...], device: torch.device
+    name: str, value: torch.Tensor, dtype: torch.dtype, rows: int, row: tuple[int, ...], device: torch.device
 ) -> None:
-    if value is None:  # as torch's dispatcher lets it through
-        refuse(name, "a dense torch.Tensor", value)
     shape = value.shape
     if value.dtype is not dtype or not shape or shape[0] < rows or shape[1:] != row:
         wanted = ", ".join(str(n) for n in ("M", *row))

@@ -23,6 +23,7 @@ torch.library.define("h3mlp::fc1_swiglu_fp8_out", f"({_INPUTS}, {_BUFFERS}) -> (
 _FUNCTIONAL = torch.ops.h3mlp.fc1_swiglu_fp8.default
 _INTO_BUFFERS = torch.ops.h3mlp.fc1_swiglu_fp8_out.default
 
+_REQUIRED = check.REQUIRED.union(contract.Buffers._fields)
 _NONE_GIVEN = contract.Buffers(None, None, None)
 _DTENSOR = "torch.distributed.tensor"
 
@@ -60,12 +61,12 @@ def _into_buffers_fake(*args) -> None:
     _check(contract.Inputs(*args[:7]), args[7:10], contract.Buffers(*args[10:]))
 
 
-def _check(inputs: contract.Inputs, options: tuple, buffers: contract.Buffers = _NONE_GIVEN) -> None:
+def _check(inputs: contract.Inputs, options: tuple, buffers: contract.Buffers | tuple[()] = ()) -> None:
     """All that metadata show; fake tensors have them too."""
-    check.types(inputs, buffers)  # None, which torch's dispatcher lets through
+    check.types(inputs, buffers, _REQUIRED)
     check.options(*options)
     check.inputs(inputs)
-    if buffers is not _NONE_GIVEN:
+    if buffers:
         check.buffers(buffers, inputs.x, _ffn(inputs))
     check.inference_only((*inputs, *buffers))
 
@@ -161,7 +162,7 @@ def fc1_swiglu_fp8(
     elif _DTENSOR in sys.modules:
         from . import sharding
 
-        sharding.refuse_buffers(contract.Inputs(*inputs), contract.Buffers(*buffers))
+        sharding.refuse_buffers(inputs, contract.Buffers(*buffers))
 
     if out is None and workspace_q is None and workspace_scale is None:
         return _FUNCTIONAL(*inputs, eps, accumulate, modulation)

@@ -22,7 +22,7 @@ def _ways(_x, _x_norm_weight, _scale, _shift, index, _weight_q, _weight_scale, *
     ]
 
 
-def refuse_buffers(inputs: contract.Inputs, given: contract.Buffers) -> None:
+def refuse_buffers(inputs: tuple, given: contract.Buffers) -> None:
     """Where an argument is a DTensor: it might redistribute a buffer, and a copy would be written.
 
     Raises:
