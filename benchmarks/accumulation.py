@@ -24,8 +24,8 @@ from h3mlp import contract, prepare_fc1_weight_fp8, reference, synthetic, unpack
 from h3mlp.accuracy import compare
 from h3mlp.backends.chain import scaled_mm
 from h3mlp.backends.cute import launch, variants
-from h3mlp.bench import harness, timing
-from h3mlp.operator import allocate
+from h3mlp.operators.fc1_swiglu import allocate
+from h3mlp.tools.bench import harness, timing
 
 HIDDEN, FFN = contract.HIDDEN, contract.FFN
 ROWS = 4097
@@ -35,12 +35,12 @@ ALLOWED = 2e-7
 BLOCK = 1024
 
 
-def inputs(rows: int) -> contract.Inputs:
+def inputs(rows: int) -> contract.FC1Inputs:
     layer = synthetic.as_specified(rows, DEVICE)
-    return contract.Inputs(*layer.activations, *prepare_fc1_weight_fp8(layer.weight))
+    return contract.FC1Inputs(*layer.activations, *prepare_fc1_weight_fp8(layer.weight))
 
 
-def ours(given: contract.Inputs, accumulate: str, interval: int = 256) -> Callable[[], torch.Tensor]:
+def ours(given: contract.FC1Inputs, accumulate: str, interval: int = 256) -> Callable[[], torch.Tensor]:
     """The operator with this interval of promotion; "fast" has none and only stores by it."""
     rows, gpu = given.x.shape[0], launch._gpu(0)
     gemm = replace(variants.gemm(gpu, HIDDEN, FFN, rows, accumulate, None), interval=interval)
@@ -56,7 +56,7 @@ def ours(given: contract.Inputs, accumulate: str, interval: int = 256) -> Callab
     return call
 
 
-def codes_of(given: contract.Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+def codes_of(given: contract.FC1Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     _, a_q, s_row = allocate(given)
     launch.stage1(given, contract.EPS, a_q, s_row)
     return a_q, s_row

@@ -22,8 +22,9 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
 
-from h3mlp import contract, doctor, prepare_fc1_weight_fp8
+from h3mlp import contract, prepare_fc1_weight_fp8
 from h3mlp.files import whole
+from h3mlp.tools import doctor
 
 FORMS = ("BF16", "E4M3 per channel")
 

@@ -20,9 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 import h3mlp
-from h3mlp import accuracy, contract, doctor
-from h3mlp.bench import harness, timing
+from h3mlp import accuracy, contract
 from h3mlp.integrations import diffusers as integration
+from h3mlp.tools import doctor
+from h3mlp.tools.bench import harness, timing
 
 TIMESTEPS, MODALITIES = 3, 3
 

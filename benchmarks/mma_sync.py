@@ -17,7 +17,7 @@ from rich.table import Table
 from h3mlp import contract, prepare_fc1_weight_fp8, reference, synthetic
 from h3mlp.accuracy import spread
 from h3mlp.backends.cute import forms, jit, launch, variants
-from h3mlp.bench import harness, timing, work
+from h3mlp.tools.bench import harness, timing, work
 
 HIDDEN, FFN = contract.HIDDEN, contract.FFN
 
@@ -50,7 +50,7 @@ def main(rows: str, seconds: float, json_out: Path | None) -> None:
     packed = prepare_fc1_weight_fp8(layer.weight)
     a_q = torch.empty((max(counts), HIDDEN), dtype=contract.QUANTIZED, device=device)
     s_row = torch.empty(max(counts), device=device)
-    launch.stage1(contract.Inputs(*layer.activations, *packed), contract.EPS, a_q, s_row)
+    launch.stage1(contract.FC1Inputs(*layer.activations, *packed), contract.EPS, a_q, s_row)
     del layer
     loaded = {kernel.name: jit.load(kernel, gpu.arch) for kernel in kernels(gpu)}
     today = datetime.date.today().isoformat()

@@ -21,9 +21,9 @@ from rich.progress import track
 from rich.table import Table
 
 from h3mlp import contract
-from h3mlp.bench import harness
 from h3mlp.checkpoint import convert
 from h3mlp.integrations import diffusers as integration
+from h3mlp.tools.bench import harness
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from h3mlp import contract
 from h3mlp.backends.cute import forms, jit, variants
-from h3mlp.bench import work
+from h3mlp.tools.bench import work
 
 HIDDEN, FFN = contract.HIDDEN, contract.FFN
 QUARTERS = 4

@@ -19,10 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 import h3mlp
-from h3mlp import PackedFC1, contract, doctor, synthetic
-from h3mlp.bench import harness, timing
+from h3mlp import PackedFC1, contract, synthetic
 from h3mlp.distributed import shard
-from h3mlp.operator import allocate
+from h3mlp.operators.fc1_swiglu import allocate
+from h3mlp.tools import doctor
+from h3mlp.tools.bench import harness, timing
 
 
 @click.command(help=__doc__)
@@ -45,7 +46,7 @@ def main(rows: str, hidden: int, ffn: int, seconds: float, json_out: Path | None
     h3mlp.warmup(device, counts, hidden=hidden, ffn=ffn // world)
     results = []
     for count in counts:
-        whole = contract.Inputs(*layer.rows(torch.arange(count, device=device)).activations, *packed)
+        whole = contract.FC1Inputs(*layer.rows(torch.arange(count, device=device)).activations, *packed)
         mine = slice(rank * (count // world), (rank + 1) * (count // world))
         ways = {
             "whole": whole,
@@ -73,7 +74,7 @@ def main(rows: str, hidden: int, ffn: int, seconds: float, json_out: Path | None
     dist.destroy_process_group()
 
 
-def seconds_of(inputs: contract.Inputs, device: torch.device, seconds: float) -> float:
+def seconds_of(inputs: contract.FC1Inputs, device: torch.device, seconds: float) -> float:
     """Median of hot calls into buffers, begun by all processes at once."""
     buffers = allocate(inputs)._asdict()
     timer = harness.device_timer(device)

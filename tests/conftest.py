@@ -15,6 +15,6 @@ def layer() -> synthetic.Layer:
 
 
 @pytest.fixture
-def inputs(layer) -> contract.Inputs:
+def inputs(layer) -> contract.FC1Inputs:
     """Small inputs of the operator; fresh tensors for each test."""
-    return contract.Inputs(*(t.clone() for t in layer.activations), *prepare_fc1_weight_fp8(layer.weight))
+    return contract.FC1Inputs(*(t.clone() for t in layer.activations), *prepare_fc1_weight_fp8(layer.weight))

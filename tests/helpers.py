@@ -11,17 +11,17 @@ HIDDEN, FFN, TABLE_ROWS = 384, 128, 4
 
 def make_inputs(
     rows: int, hidden: int = HIDDEN, ffn: int = FFN, table_rows: int = TABLE_ROWS, seed: int = 0
-) -> contract.Inputs:
+) -> contract.FC1Inputs:
     """A synthetic batch and its prepared weight."""
     layer = synthetic.layer(rows, hidden, ffn, table_rows, seed)
-    return contract.Inputs(*layer.activations, *prepare_fc1_weight_fp8(layer.weight))
+    return contract.FC1Inputs(*layer.activations, *prepare_fc1_weight_fp8(layer.weight))
 
 
-def without_adaln(inputs: contract.Inputs) -> contract.Inputs:
+def without_adaln(inputs: contract.FC1Inputs) -> contract.FC1Inputs:
     return inputs._replace(adaln_scale=None, adaln_shift=None, adaln_index=None)
 
 
-def edge_inputs() -> contract.Inputs:
+def edge_inputs() -> contract.FC1Inputs:
     """Six rows: one of zeros that the shift leaves zero, NaN, a sum of squares that overflows, an Inf, an index outside
     the tables, and a good one."""
     inputs = make_inputs(6)
@@ -37,9 +37,9 @@ def edge_inputs() -> contract.Inputs:
 
 def nan_buffers(
     rows: int, hidden: int = HIDDEN, ffn: int = FFN, device: torch.device | str = "cpu"
-) -> contract.Buffers:
+) -> contract.FC1Buffers:
     """Buffers in which an element that is not written shows."""
-    return contract.Buffers(
+    return contract.FC1Buffers(
         out=torch.full((rows, ffn), torch.nan, dtype=contract.ACTIVATION, device=device),
         workspace_q=torch.full((rows, hidden), torch.nan, device=device).to(contract.QUANTIZED),
         workspace_scale=torch.full((rows,), torch.nan, dtype=contract.SCALE, device=device),

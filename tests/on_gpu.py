@@ -15,7 +15,7 @@ ATOL, RTOL = 1e-2, 1.6e-2
 because of the accumulator's error doubles its share."""
 
 
-def make(rows: int, hidden: int = contract.HIDDEN, ffn: int = contract.FFN, seed: int = 0) -> contract.Inputs:
+def make(rows: int, hidden: int = contract.HIDDEN, ffn: int = contract.FFN, seed: int = 0) -> contract.FC1Inputs:
     """As synthetic.layer, on the GPU."""
     generator = torch.Generator(CUDA).manual_seed(seed)
 
@@ -24,16 +24,16 @@ def make(rows: int, hidden: int = contract.HIDDEN, ffn: int = contract.FFN, seed
 
     weight = h3mlp.prepare_fc1_weight_fp8(normal(2 * ffn, hidden, std=hidden**-0.5))
     index = torch.randint(9, (rows,), generator=generator, device=CUDA)
-    return contract.Inputs(
+    return contract.FC1Inputs(
         normal(rows, hidden), normal(hidden, std=0.1, mean=1.0), *normal(2, 9, hidden, std=0.1), index, *weight
     )
 
 
-def first(inputs: contract.Inputs, rows: int) -> contract.Inputs:
+def first(inputs: contract.FC1Inputs, rows: int) -> contract.FC1Inputs:
     return inputs._replace(x=inputs.x[:rows], adaln_index=inputs.adaln_index[:rows])
 
 
-def with_edges(inputs: contract.Inputs) -> contract.Inputs:
+def with_edges(inputs: contract.FC1Inputs) -> contract.FC1Inputs:
     """Zero row, indices outside, NaN, Inf, an overflowing sum of squares, the smallest and largest BF16 in the first
     ten rows. y is +0 in rows 0 to 3 and NaN in row 4."""
     x, index, shift = inputs.x.clone(), inputs.adaln_index.clone(), inputs.adaln_shift.clone()

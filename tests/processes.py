@@ -36,9 +36,9 @@ def _start(
         dist.destroy_process_group()
 
 
-def problem(rows: int, hidden: int, ffn: int, device: torch.device) -> contract.Inputs:
+def problem(rows: int, hidden: int, ffn: int, device: torch.device) -> contract.FC1Inputs:
     """The same on every process."""
-    return contract.Inputs(*(t.to(device) for t in make_inputs(rows, hidden, ffn)))
+    return contract.FC1Inputs(*(t.to(device) for t in make_inputs(rows, hidden, ffn)))
 
 
 def gathered(part: torch.Tensor, world: int, dim: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ README = Path(__file__).parent.parent / "README.md"
 
 MEASURED = """
 import sys
-from h3mlp.cli import main
+from h3mlp.tools.cli import main
 
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))

@@ -4,8 +4,8 @@ from . import contract, reference
 from ._version import __version__
 from .checkpoint.prepared import load_fc1
 from .module import FC1SwiGLU
-from .operator import fc1_swiglu_fp8, minimax_h3_fc1_swiglu_fp8
-from .warmup import warmup
+from .operators.fc1_swiglu import fc1_swiglu_fp8, minimax_h3_fc1_swiglu_fp8
+from .tools.warmup import warmup
 from .weights import (
     PackedFC1,
     pack_fc1_rows,

@@ -1,20 +1,12 @@
-"""What the public functions accept. A refusal names the argument, what it must be and what it was."""
+"""What an argument may be. A refusal names it, what it must be and what it was."""
 
 import numbers
 import textwrap
-from collections.abc import Iterable
 from typing import NoReturn
 
 import torch
 
 from . import contract
-
-_ADALN = contract.Inputs._fields[2:5]
-REQUIRED = frozenset(contract.Inputs._fields) - frozenset(_ADALN)
-"""What a caller must give; buffers may be left to be allocated."""
-_NAMES = (*contract.Inputs._fields, *contract.Buffers._fields)
-
-_NOTHING = (0, 0)  # the span of an argument that is None
 
 _EPS_MIN, _EPS_MAX = 2.0**-149, torch.finfo(torch.float32).max
 
@@ -29,8 +21,8 @@ def describe(value: object) -> str:
     if not isinstance(value, torch.Tensor):
         return f"{textwrap.shorten(repr(value), 100, placeholder=' ...')} ({type(value).__name__})"
     if value.layout != torch.strided:
-        return f"{_name(value.dtype)} {list(value.shape)} of layout {value.layout}"
-    return f"{_name(value.dtype)} {list(value.shape)} with strides {tuple(value.stride())} on {value.device}"
+        return f"{dtype_name(value.dtype)} {list(value.shape)} of layout {value.layout}"
+    return f"{dtype_name(value.dtype)} {list(value.shape)} with strides {tuple(value.stride())} on {value.device}"
 
 
 def class_of(value: object) -> str:
@@ -82,7 +74,7 @@ def gate_order(value: object) -> None:
 
 
 def options(eps_value: object, accumulate_value: object, modulation_value: object) -> None:
-    """The operator's arguments that are no tensors."""
+    """The arguments of an operator that are no tensors."""
     eps(eps_value)
     accumulate(accumulate_value)
     modulation(modulation_value)
@@ -107,7 +99,7 @@ def fc1_weight(value: object) -> None:
 
 def norm_weight(name: str, value: object, hidden: int, device: torch.device) -> None:
     tensor(name, value)
-    _vector(name, value, (contract.ACTIVATION,), hidden, device)
+    vector(name, value, (contract.ACTIVATION,), hidden, device)
 
 
 def model_weight(name: str, value: torch.Tensor) -> None:
@@ -125,76 +117,10 @@ def packed_weight(
     name_q, name_scale = names
     if weight_q.dtype is not contract.QUANTIZED or not _is_fc1_shape(weight_q):
         refuse(name_q, f"float8_e4m3fn {_fc1_shape()}", weight_q)
-    _contiguous(name_q, weight_q, device)
-    _vector(name_scale, weight_scale, (contract.SCALE,), weight_q.shape[0], device)
+    contiguous(name_q, weight_q, device)
+    vector(name_scale, weight_scale, (contract.SCALE,), weight_q.shape[0], device)
     _packed(name_q, weight_q)
     _packed(name_scale, weight_scale)
-
-
-def types(read: tuple, written: tuple, required: frozenset[str] = REQUIRED) -> None:
-    """Whatever is no tensor, where torch's dispatcher would not say which argument it is or lets None through."""
-    for i, value in enumerate((*read, *written)):
-        if not isinstance(value, torch.Tensor) and (value is not None or _NAMES[i] in required):
-            refuse(_NAMES[i], "a dense torch.Tensor", value)
-
-
-def without_tables(read: contract.Inputs) -> bool:
-    """Whether AdaLN is left out: scale, shift and index are None."""
-    given = [name for name, value in zip(_ADALN, read[2:5], strict=True) if value is not None]
-    if given and len(given) < len(_ADALN):
-        missing = next(name for name in _ADALN if name not in given)
-        refuse(missing, f"a tensor like {given[0]}, or all of {', '.join(_ADALN)} None", None)
-    return not given
-
-
-def inputs(given: contract.Inputs) -> None:
-    """The operator's tensors against each other; the weight sets H and F, x the device and M."""
-    x, norm, scale, shift, index, weight_q, weight_scale = given
-    device = x.device
-    packed_weight(weight_q, weight_scale, device)
-    hidden = weight_q.shape[1]
-    rows = _matrix("x", x, "M", hidden, device)
-    # A symbolic M (torch.export) is left to the call that brings the real one: a bound here would become a constraint.
-    if isinstance(rows, int) and rows > contract.MAX_ROWS:
-        refuse("x", f"[M, {hidden}] with M <= {contract.MAX_ROWS}", x)
-    _vector("x_norm_weight", norm, (contract.ACTIVATION,), hidden, device)
-    if without_tables(given):
-        return
-    table_rows = _table("adaln_scale", scale, hidden, device)
-    if table_rows < 1:
-        refuse("adaln_scale", f"bfloat16 [R, {hidden}] with R >= 1", scale)
-    if _table("adaln_shift", shift, hidden, device) != table_rows:
-        refuse("adaln_shift", f"[{table_rows}, {hidden}] as adaln_scale", shift)
-    _vector("adaln_index", index, contract.INDEX, rows, device)
-
-
-def buffers(given: contract.Buffers, x: torch.Tensor, ffn: int) -> None:
-    """The caller's buffers: contiguous, with at least M rows."""
-    rows, hidden = x.shape
-    _buffer("out", given.out, contract.ACTIVATION, rows, (ffn,), x.device)
-    _buffer("workspace_q", given.workspace_q, contract.QUANTIZED, rows, (hidden,), x.device)
-    _buffer("workspace_scale", given.workspace_scale, contract.SCALE, rows, (), x.device)
-
-
-def apart(written: contract.Buffers, read: contract.Inputs) -> None:
-    """No byte of a buffer may be seen through another argument. Whole spans are compared, gaps of strides included."""
-    spans = [_NOTHING if value is None else _span(value) for value in (*written, *read)]
-    for i, (first, end) in enumerate(spans[: len(written)], 1):
-        for other in spans[i:]:
-            if first < other[1] and other[0] < end:
-                names = written._fields + read._fields
-                raise ValueError(f"{names[i - 1]} must not overlap {names[spans.index(other, i)]}; they share memory")
-
-
-def inference_only(tensors: Iterable[torch.Tensor | None]) -> None:
-    if not torch.is_grad_enabled():
-        return
-    for value in tensors:
-        if value is not None and value.requires_grad:
-            raise RuntimeError(
-                "h3mlp.fc1_swiglu_fp8 is an inference operator and has no gradient: "
-                "call it under torch.no_grad() or torch.inference_mode(), or detach its arguments"
-            )
 
 
 def _fc1_shape() -> str:
@@ -210,7 +136,7 @@ def _is_fc1_shape(value: torch.Tensor) -> bool:
     return fits and rows > 0 and hidden > 0
 
 
-def _placed(name: str, value: torch.Tensor, device: torch.device) -> None:
+def placed(name: str, value: torch.Tensor, device: torch.device) -> None:
     """On the device, and with its elements where strides say."""
     if value.layout is not torch.strided:
         refuse(name, "a dense torch.Tensor", value)
@@ -218,52 +144,27 @@ def _placed(name: str, value: torch.Tensor, device: torch.device) -> None:
         refuse(name, f"on {device} like the other arguments", value)
 
 
-def _contiguous(name: str, value: torch.Tensor, device: torch.device) -> None:
-    _placed(name, value, device)
+def contiguous(name: str, value: torch.Tensor, device: torch.device) -> None:
+    placed(name, value, device)
     if not value.is_contiguous():
         refuse(name, "contiguous", value)
 
 
-def _vector(name: str, value: torch.Tensor, dtypes: tuple, length: int, device: torch.device) -> None:
+def vector(name: str, value: torch.Tensor, dtypes: tuple, length: int, device: torch.device) -> None:
     if value.dtype not in dtypes or value.shape != (length,):
-        refuse(name, f"{' or '.join(map(_name, dtypes))} [{length}]", value)
-    _contiguous(name, value, device)
+        refuse(name, f"{' or '.join(map(dtype_name, dtypes))} [{length}]", value)
+    contiguous(name, value, device)
 
 
-def _matrix(name: str, value: torch.Tensor, rows: str, columns: int, device: torch.device) -> int:
+def matrix(name: str, value: torch.Tensor, rows: str, columns: int, device: torch.device) -> int:
     """The number of its rows."""
     shape = value.shape
     if value.dtype is not contract.ACTIVATION or len(shape) != 2 or shape[1] != columns:
-        refuse(name, f"{_name(contract.ACTIVATION)} [{rows}, {columns}]", value)
-    _placed(name, value, device)
+        refuse(name, f"{dtype_name(contract.ACTIVATION)} [{rows}, {columns}]", value)
+    placed(name, value, device)
     if value.stride()[1] != 1:
         refuse(name, f"[{rows}, {columns}] with unit inner stride", value)
     return shape[0]
-
-
-def _table(name: str, value: torch.Tensor, columns: int, device: torch.device) -> int:
-    if value.dtype in (torch.float32, torch.float16):
-        refuse(name, f"bfloat16 [R, {columns}], so cast to BF16 as by {name}.bfloat16()", value)
-    return _matrix(name, value, "R", columns, device)
-
-
-def _buffer(
-    name: str, value: torch.Tensor, dtype: torch.dtype, rows: int, row: tuple[int, ...], device: torch.device
-) -> None:
-    shape = value.shape
-    if value.dtype is not dtype or not shape or shape[0] < rows or shape[1:] != row:
-        wanted = ", ".join(str(n) for n in ("M", *row))
-        refuse(name, f"{_name(dtype)} [{wanted}] with M >= {rows}", value)
-    _contiguous(name, value, device)
-
-
-def _span(value: torch.Tensor) -> tuple[int, int]:
-    """The addresses of the first byte and behind the last, of a tensor that is contiguous or has unit inner stride."""
-    first = value.data_ptr()
-    if value.is_contiguous():
-        return first, first + value.nbytes
-    rows, columns = value.shape
-    return first, first + ((rows - 1) * value.stride()[0] + columns) * value.element_size()
 
 
 def _packed(name: str, value: torch.Tensor) -> None:
@@ -274,5 +175,5 @@ def _packed(name: str, value: torch.Tensor) -> None:
         )
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -78,7 +78,7 @@ GATE_ORDER = (HALVES, "up_gate")
 """How checkpoints store FC1: MiniMax's own has the gate rows first, that of diffusers the up rows (its "value")."""
 
 
-class Inputs(NamedTuple):
+class FC1Inputs(NamedTuple):
     """What the operator reads, in the order of its signature. Scale, shift and index are all there or all None."""
 
     x: torch.Tensor  # BF16 [M, H], unit inner stride
@@ -90,7 +90,7 @@ class Inputs(NamedTuple):
     fc1_weight_scale: torch.Tensor  # FP32 [2F], packed row order
 
 
-class Buffers(NamedTuple):
+class FC1Buffers(NamedTuple):
     """What the operator writes."""
 
     out: torch.Tensor  # BF16 [M, F]

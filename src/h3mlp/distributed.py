@@ -8,7 +8,8 @@ Importing this module, or calling ``h3mlp.fc1_swiglu_fp8`` on a DTensor, tells D
 so that both ways, and both at once on a mesh of two dimensions, work on distributed tensors too.
 """
 
-from . import check, contract, sharding  # noqa: F401
+from . import check, contract
+from .operators import dtensor  # noqa: F401
 from .weights import PackedFC1
 
 

@@ -1,5 +1,6 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and what JSON can hold."""
 
+import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -22,3 +23,12 @@ def whole(path: Path) -> Iterator[Path]:
         partial = Path(folder, path.name)
         yield partial
         partial.replace(path)
+
+
+def finite(content: object) -> object:
+    """The same without the numbers that JSON does not have: None for NaN and infinity."""
+    if isinstance(content, dict):
+        return {key: finite(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content

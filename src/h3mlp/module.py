@@ -8,7 +8,7 @@ from torch import nn
 
 from . import check, contract
 from .checkpoint.prepared import load_layer
-from .operator import fc1_swiglu_fp8
+from .operators.fc1_swiglu import fc1_swiglu_fp8
 from .weights import PackedFC1
 
 

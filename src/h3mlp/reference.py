@@ -143,7 +143,7 @@ def norm_quant(
     eps: float = contract.EPS,
     modulation: str = "fused",
 ) -> Stage1:
-    """Steps 1 to 8. Shapes as in ``contract.Inputs``."""
+    """Steps 1 to 8. Shapes as in ``contract.FC1Inputs``."""
     ss = sum_of_squares(x)
     rstd = reciprocal_rms(ss, x.shape[-1], eps)
     n = rms_norm(x, rstd, x_norm_weight)

@@ -13,7 +13,7 @@ BLOCK_ROWS = 2048
 
 @dataclass(frozen=True)
 class Layer:
-    """One FC1 layer and a batch for it. Shapes as in ``contract.Inputs``; ``weight`` is BF16 [2F, H], gate first."""
+    """One FC1 layer and a batch for it. Shapes as in ``contract.FC1Inputs``; ``weight`` is BF16 [2F, H], gate first."""
 
     x: torch.Tensor
     x_norm_weight: torch.Tensor

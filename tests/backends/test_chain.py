@@ -34,7 +34,7 @@ def test_every_bit_is_the_references(monkeypatch, calls, rows, block_bytes):
     where torch's vectorized exp is not, less than one in 1000 by one BF16 number (2^-7)."""
     monkeypatch.setattr(chain, "BLOCK_BYTES", block_bytes)
     inputs, buffers = make_inputs(rows), nan_buffers(rows)
-    chain.run(inputs, 1e-5, buffers, "fp32")
+    chain.fc1_swiglu(inputs, 1e-5, buffers, "fp32")
     want = reference.fc1_swiglu_fp8(*inputs, return_intermediates=True)
     assert torch.equal(bits(buffers.workspace_q), bits(want.a_q))
     assert torch.equal(buffers.workspace_scale, want.s_row)
@@ -46,17 +46,17 @@ def test_every_bit_is_the_references(monkeypatch, calls, rows, block_bytes):
 
 @pytest.mark.parametrize(("accumulate", "fast"), [("fp32", False), ("fast", True)])
 def test_accumulate_reaches_the_gemm(calls, accumulate, fast):
-    chain.run(make_inputs(3), 1e-5, nan_buffers(3), accumulate)
+    chain.fc1_swiglu(make_inputs(3), 1e-5, nan_buffers(3), accumulate)
     assert calls == [(3, fast)]
 
 
 def test_operands_at_odd_addresses_are_copied(calls):
     inputs, want, got = make_inputs(5), nan_buffers(5), nan_buffers(5)
-    chain.run(inputs, 1e-5, want, "fp32")
+    chain.fc1_swiglu(inputs, 1e-5, want, "fp32")
     weight = {name: shifted(getattr(inputs, name)) for name in ("fc1_weight_q", "fc1_weight_scale")}
     got = got._replace(workspace_q=shifted(got.workspace_q), workspace_scale=shifted(got.workspace_scale))
     assert all(t.data_ptr() % 16 for t in (*weight.values(), got.workspace_q, got.workspace_scale))
-    chain.run(inputs._replace(**weight), 1e-5, got, "fp32")
+    chain.fc1_swiglu(inputs._replace(**weight), 1e-5, got, "fp32")
     assert len(calls) == 2
     for have, expected in zip(got, want, strict=True):
         assert torch.equal(bits(have.clone()), bits(expected))

@@ -66,14 +66,14 @@ def test_stage_2_share():
 
 def test_a_weight_at_an_odd_byte():
     inputs, buffers, want = make_inputs(5), nan_buffers(5), nan_buffers(5)
-    cpu.run(inputs, 1e-5, want, "fp32")
-    cpu.run(inputs._replace(fc1_weight_q=shifted(inputs.fc1_weight_q)), 1e-5, buffers, "fp32")
+    cpu.fc1_swiglu(inputs, 1e-5, want, "fp32")
+    cpu.fc1_swiglu(inputs._replace(fc1_weight_q=shifted(inputs.fc1_weight_q)), 1e-5, buffers, "fp32")
     assert torch.equal(buffers.out, want.out)
 
 
 def test_edge_rows_through_both_stages():
     inputs, buffers = edge_inputs(), nan_buffers(6)
-    cpu.run(inputs, 1e-5, buffers, "fp32")
+    cpu.fc1_swiglu(inputs, 1e-5, buffers, "fp32")
     want = reference.fc1_swiglu_fp8(*inputs, return_intermediates=True)
     assert torch.equal(bits(buffers.workspace_q), bits(want.a_q))
     assert torch.equal(buffers.workspace_scale, want.s_row)
@@ -89,6 +89,6 @@ def test_memory_is_bounded(monkeypatch):
     monkeypatch.setattr(cpu, "GEMM_COLUMNS", 64)
     inputs, buffers = make_inputs(512, ffn=512), nan_buffers(512, ffn=512)
     with Allocations(*inputs, *buffers) as made:
-        cpu.run(inputs, 1e-5, buffers, "fp32")
+        cpu.fc1_swiglu(inputs, 1e-5, buffers, "fp32")
     assert max(made.sizes) == 2**16 * 8
     assert buffers.out.isfinite().all()

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 import h3mlp
 from h3mlp.checkpoint import convert, units
 from h3mlp.checkpoint.prepared import open_prepared
+from h3mlp.tools.checkpoint_views import summary
 
 
 def assert_layers(path, tensors, naming, form, prefix=""):
@@ -50,7 +51,7 @@ def test_every_naming_and_form(tmp_path, naming, form):
     assert {layer["form"] for layer in layers.values()} == {form}
     action = "repacked" if form in REPACKED else "requantized" if " per " in form else "quantized"
     assert {layer["action"] for layer in layers.values()} == {action}
-    again = "rounded to FP8 a second time" in "\n".join(convert.summary(report))
+    again = "rounded to FP8 a second time" in "\n".join(summary(report))
     assert again == (action == "requantized")
 
 

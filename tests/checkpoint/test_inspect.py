@@ -7,12 +7,13 @@ from checkpoints import FORMS, REPACKED, block_names, checkpoint, converted, sav
 from rich.console import Console
 
 from h3mlp.checkpoint import inspect
+from h3mlp.tools.checkpoint_views import inspected_table
 
 
 def shown(found):
     console = Console(width=100, highlight=False, markup=False)
     with console.capture() as capture:
-        console.print(inspect.render(found), crop=False)
+        console.print(inspected_table(found), crop=False)
     return capture.get()
 
 

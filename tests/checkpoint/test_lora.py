@@ -10,8 +10,9 @@ from checkpoints import FFN, HIDDEN, checkpoint, converted, expected, save
 from safetensors.torch import load_file
 
 from h3mlp.checkpoint import inspect, units, verify
-from h3mlp.checkpoint.convert import run, summary
+from h3mlp.checkpoint.convert import run
 from h3mlp.checkpoint.prepared import open_prepared
+from h3mlp.tools.checkpoint_views import inspected_head, summary
 
 RANK = 4
 
@@ -178,7 +179,7 @@ class TestAlpha(Merging):
         """What convert's report, its JSON and inspect say of the adapter."""
         source, lora = path.with_name("source.safetensors"), path.with_name("adapter") / "lora.safetensors"
         report = run(source, path.with_name("again.safetensors"), loras=[(lora, 1.0)])
-        lines = ["\n".join(summary(report)), "\n".join(inspect._head(inspect.run(path)))]
+        lines = ["\n".join(summary(report)), "\n".join(inspected_head(inspect.run(path)))]
         assert report.as_json()["description"]["loras"] == open_prepared(path).description.loras
         return lines
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from h3mlp.checkpoint import convert, verify
 from h3mlp.checkpoint.prepared import open_prepared
+from h3mlp.tools.checkpoint_views import summary, verdict
 
 FC1 = "blocks.1.mlp.fc1"
 E4M3 = torch.float8_e4m3fn
@@ -203,7 +204,7 @@ class TestMarkersOfComfyUI:
         assert [layer["full_precision"] for layer in layers.values()] == [False, asked, False]
         verified = verify.run(tmp_path / "prepared.safetensors", source, rows=2)
         assert verified.ok
-        for lines in (convert.summary(report), verify._verdict(verified)):
+        for lines in (summary(report), verdict(verified)):
             assert ("here activations are quantized to FP8" in "\n".join(lines)) == asked
 
     @pytest.mark.parametrize(

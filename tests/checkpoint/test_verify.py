@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 import h3mlp
 from h3mlp.checkpoint import verify
+from h3mlp.tools.checkpoint_views import verdict, verified_table
 
 LAYER = "blocks.1.fc1_swiglu"
 
@@ -45,7 +46,7 @@ def faults(folder, change, layer="blocks.1"):
     assert not verified.ok
     found = {check.layer: check for check in verified.checks if check.faults}
     assert list(found) == [layer]
-    assert f"FAILED: 1 of {len(verified.checks)} layers are off" in list(verify._verdict(verified))
+    assert f"FAILED: 1 of {len(verified.checks)} layers are off" in list(verdict(verified))
     return found[layer]
 
 
@@ -79,7 +80,7 @@ def test_what_is_right(tmp_path, naming, form):
             assert 24.5 <= check.worst_row_db <= check.snr_db
             assert check.snr_db >= 31
             assert check.snr_db <= 32 or form.startswith("E5M2")
-    verify.render(verified)
+    verified_table(verified)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +250,7 @@ class TestTinyRows:
         """Below the least scale, 1e-12 / 448, and below the scale of a whole tensor."""
         path = converted(self.tensors(form, factor), tmp_path)
         verified = verify.run(path, tmp_path / "source.safetensors", rows=4)
-        assert verified.ok, list(verify._verdict(verified))
+        assert verified.ok, list(verdict(verified))
         assert all(check.worst_row_db >= 24.5 for check in verified.checks)
 
     @pytest.mark.parametrize(
@@ -262,7 +263,7 @@ class TestTinyRows:
         path = converted(self.tensors(of, factor), tmp_path)
         other = save(self.tensors(against, factor), tmp_path / "other.safetensors")
         verified = verify.run(path, other, rows=4)
-        assert verified.ok, list(verify._verdict(verified))
+        assert verified.ok, list(verdict(verified))
 
     @pytest.mark.parametrize("row", [0, 3])
     def test_wrong_all_the_same(self, tmp_path, row):
@@ -288,8 +289,8 @@ class TestTinyRows:
         verified = verify.run(spoiled(folder, change), folder / "source.safetensors", rows=4)
         assert not verified.ok
         json.dumps(verified.as_json(), allow_nan=False)
-        list(verify._verdict(verified))
-        verify.render(verified)
+        list(verdict(verified))
+        verified_table(verified)
 
 
 def test_json_has_no_infinity(tmp_path):

@@ -22,14 +22,14 @@ def on_gpu(tensors):
     return type(tensors)(*(t.to(CUDA) for t in tensors))
 
 
-def run(inputs: contract.Inputs, accumulate: str = "fp32") -> contract.Buffers:
+def run(inputs: contract.FC1Inputs, accumulate: str = "fp32") -> contract.FC1Buffers:
     rows, hidden = inputs.x.shape
     buffers = nan_buffers(rows, hidden, inputs.fc1_weight_q.shape[0] // 2, CUDA)
-    chain.run(inputs, 1e-5, buffers, accumulate)
+    chain.fc1_swiglu(inputs, 1e-5, buffers, accumulate)
     return buffers
 
 
-def assert_close(got: contract.Buffers, inputs: contract.Inputs) -> None:
+def assert_close(got: contract.FC1Buffers, inputs: contract.FC1Inputs) -> None:
     """Stage 1 to the bit. Stage 2: with the 3e-4 of "fp32" accumulation at most one h in 8 rounds to the neighbouring
     BF16, 2^-7.5 away, and a y has two of them: relative RMS below 2^-7.5 * sqrt(2 / 8) = 2.8e-3, with those of g and y
     4e-3, and three of four equal. A wrong scale or order gives 1."""
@@ -110,11 +110,11 @@ def test_in_a_cuda_graph():
     """Captured once, replayed on other data. Nothing in it waits for the device: a wait fails the capture."""
     first, second = (on_gpu(make_inputs(70, seed=seed)) for seed in (1, 2))
     buffers, want = nan_buffers(70, device=CUDA), run(second)
-    chain.run(first, 1e-5, buffers, "fp32")  # libraries initialize
+    chain.fc1_swiglu(first, 1e-5, buffers, "fp32")  # libraries initialize
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        chain.run(first, 1e-5, buffers, "fp32")
+        chain.fc1_swiglu(first, 1e-5, buffers, "fp32")
     for static, data in zip(first, second, strict=True):
         static.copy_(data)
     for buffer in buffers:
@@ -131,7 +131,7 @@ def test_memory_is_bounded():
     run(inputs._replace(x=inputs.x[:16], adaln_index=inputs.adaln_index[:16]))  # libraries initialize
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    chain.run(inputs, 1e-5, buffers, "fp32")
+    chain.fc1_swiglu(inputs, 1e-5, buffers, "fp32")
     peak = torch.cuda.max_memory_allocated() - before
     assert chain.BLOCK_BYTES // 2 < peak <= chain.BLOCK_BYTES * 3 // 2 + 2**25 + 2**20, f"{peak / 2**20:.1f} MB"
     assert buffers.out.isfinite().all()

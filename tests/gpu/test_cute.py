@@ -11,7 +11,8 @@ from helpers import bits, shifted
 from on_gpu import CUDA, around_2_to_the_31, close, first, make, outside, sanitize, start, with_edges, y_of
 
 import h3mlp
-from h3mlp import accuracy, contract, dispatch, reference, synthetic
+from h3mlp import accuracy, contract, reference, synthetic
+from h3mlp.operators import dispatch
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or dispatch.select(CUDA).NAME != "cute", reason="needs a GPU that backend cute serves"
@@ -19,28 +20,28 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def model() -> contract.Inputs:
+def model() -> contract.FC1Inputs:
     """The model's layer with 4097 rows."""
     return make(4097)
 
 
-def nan_buffers(inputs: contract.Inputs, spare: int = 3) -> contract.Buffers:
+def nan_buffers(inputs: contract.FC1Inputs, spare: int = 3) -> contract.FC1Buffers:
     """NaN everywhere, and rows past the last that nobody may write."""
     rows, hidden = inputs.x.shape
     return helpers.nan_buffers(rows + spare, hidden, inputs.fc1_weight_q.shape[0] // 2, CUDA)
 
 
-def call(inputs: contract.Inputs, accumulate: str = "fp32") -> contract.Buffers:
+def call(inputs: contract.FC1Inputs, accumulate: str = "fp32") -> contract.FC1Buffers:
     buffers = nan_buffers(inputs)
     h3mlp.fc1_swiglu_fp8(*inputs, **buffers._asdict(), accumulate=accumulate)
     rows = inputs.x.shape[0]
     assert buffers.out[rows:].isnan().all()
     assert buffers.workspace_scale[rows:].isnan().all()
     assert (bits(buffers.workspace_q[rows:]) == 0x7F).all()
-    return contract.Buffers(*(buffer[:rows] for buffer in buffers))
+    return contract.FC1Buffers(*(buffer[:rows] for buffer in buffers))
 
 
-def check(inputs: contract.Inputs, got: contract.Buffers, chosen: torch.Tensor) -> None:
+def check(inputs: contract.FC1Inputs, got: contract.FC1Buffers, chosen: torch.Tensor) -> None:
     """These rows against the reference on the CPU (stage 1) and in FP64 on the GPU (stage 2, on those codes)."""
     rows = inputs._replace(x=inputs.x[chosen], adaln_index=inputs.adaln_index[chosen])
     want = reference.norm_quant(*(t.cpu() for t in rows[:5]))
@@ -101,10 +102,10 @@ def test_unaligned_arguments(model):
         return torch.empty(shape, dtype=t.dtype, device=CUDA)[..., 1 : 1 + t.shape[-1]].copy_(t)
 
     x, weight, scale, shift, index, w_q, w_scale = inputs
-    odd = contract.Inputs(
+    odd = contract.FC1Inputs(
         moved(x), shifted(weight), moved(scale), moved(shift), shifted(index), shifted(w_q), shifted(w_scale)
     )
-    buffers = contract.Buffers(*(shifted(b) for b in nan_buffers(inputs, spare=0)))
+    buffers = contract.FC1Buffers(*(shifted(b) for b in nan_buffers(inputs, spare=0)))
     h3mlp.fc1_swiglu_fp8(*odd, **buffers._asdict())
     for got, want in zip(buffers, plain, strict=True):
         assert torch.equal(bits(got), bits(want))
@@ -192,7 +193,7 @@ def test_the_specified_operators_own_inputs(accumulate, on_hopper):
     GPU whose tensor cores accumulate in FP32 has to meet. Hopper's do not: measured on an H200 were 120 and 134 with
     promotion every 256 of K, 7,925 without any, on other seeds; twice that is allowed here."""
     layer = synthetic.as_specified(4097, CUDA, seed=7)
-    inputs = contract.Inputs(*layer.activations, *h3mlp.prepare_fc1_weight_fp8(layer.weight))
+    inputs = contract.FC1Inputs(*layer.activations, *h3mlp.prepare_fc1_weight_fp8(layer.weight))
     got = call(inputs, accumulate)
     assert not got.out.isnan().any()
     found = 0
@@ -271,7 +272,7 @@ def test_side_stream(model):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_second_device(model):
     inputs = first(model, 300)
-    there = contract.Inputs(*(t.to("cuda:1") for t in inputs))
+    there = contract.FC1Inputs(*(t.to("cuda:1") for t in inputs))
     assert torch.cuda.current_device() == 0
     got = h3mlp.fc1_swiglu_fp8(*there)
     assert torch.equal(bits(got.cpu()), bits(call(inputs).out.cpu()))

@@ -33,7 +33,7 @@ def kernel(tile: Tile, form: str = FORMS_HERE[0] if FORMS_HERE else "", loads: s
     return lambda *arguments: function(*arguments, gpu.multiprocessors)
 
 
-def quantized(inputs: contract.Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+def quantized(inputs: contract.FC1Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator's own codes and scales."""
     rows, hidden = inputs.x.shape
     a_q = torch.full((rows, hidden), torch.nan, device=CUDA).to(contract.QUANTIZED)
@@ -42,7 +42,7 @@ def quantized(inputs: contract.Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     return a_q, s_row
 
 
-def multiply(gemm, inputs: contract.Inputs, a_q: torch.Tensor, s_row: torch.Tensor) -> torch.Tensor:
+def multiply(gemm, inputs: contract.FC1Inputs, a_q: torch.Tensor, s_row: torch.Tensor) -> torch.Tensor:
     """y, into a buffer of NaN with rows past the last that nobody may write."""
     rows = a_q.shape[0]
     out = torch.full((rows + 3, inputs.fc1_weight_q.shape[0] // 2), torch.nan, dtype=torch.bfloat16, device=CUDA)
@@ -61,7 +61,7 @@ def assert_exact(y: torch.Tensor, want: torch.Tensor) -> None:
 
 
 @pytest.fixture(scope="module")
-def model() -> contract.Inputs:
+def model() -> contract.FC1Inputs:
     """The model's layer with 4097 rows."""
     return make(4097)
 

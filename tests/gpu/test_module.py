@@ -12,7 +12,7 @@ from h3mlp import FC1SwiGLU, PackedFC1, contract, reference
 
 
 @pytest.fixture(scope="module")
-def inputs() -> contract.Inputs:
+def inputs() -> contract.FC1Inputs:
     return make(1000)
 
 

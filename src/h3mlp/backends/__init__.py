@@ -29,7 +29,7 @@ def no_nvidia_gpu(device: torch.device) -> str | None:
 
 
 def reference_stage1(
-    inputs: contract.Inputs, eps: float, a_q: torch.Tensor, s_row: torch.Tensor, modulation: str, block_rows: int
+    inputs: contract.FC1Inputs, eps: float, a_q: torch.Tensor, s_row: torch.Tensor, modulation: str, block_rows: int
 ) -> None:
     """x [M, H] to codes a_q [M, H] and scales s_row [M] by the reference, ``block_rows`` rows at a time."""
     for first in range(0, inputs.x.shape[0], block_rows):

@@ -42,8 +42,8 @@ def serves(device: torch.device) -> tuple[bool, str]:
     return True, f"torch's scaled_mm in blocks of rows, compute capability {major}.{minor}"
 
 
-def run(
-    inputs: contract.Inputs, eps: float, buffers: contract.Buffers, accumulate: str, modulation: str = "fused"
+def fc1_swiglu(
+    inputs: contract.FC1Inputs, eps: float, buffers: contract.FC1Buffers, accumulate: str, modulation: str = "fused"
 ) -> None:
     """Both stages. The arguments are checked, and the buffers have exactly M rows."""
     stage1(inputs, eps, buffers.workspace_q, buffers.workspace_scale, modulation)
@@ -52,7 +52,7 @@ def run(
 
 
 def stage1(
-    inputs: contract.Inputs, eps: float, a_q: torch.Tensor, s_row: torch.Tensor, modulation: str = "fused"
+    inputs: contract.FC1Inputs, eps: float, a_q: torch.Tensor, s_row: torch.Tensor, modulation: str = "fused"
 ) -> None:
     """x [M, H] to codes a_q [M, H] and scales s_row [M]."""
     reference_stage1(inputs, eps, a_q, s_row, modulation, _block_rows(inputs.x.shape[1], STAGE1_BYTES))

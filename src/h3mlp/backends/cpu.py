@@ -28,10 +28,10 @@ def serves(device: torch.device) -> tuple[bool, str]:
     return True, f"torch on the CPU, {torch.get_num_threads()} threads, {capability}"
 
 
-def run(
-    inputs: contract.Inputs,
+def fc1_swiglu(
+    inputs: contract.FC1Inputs,
     eps: float,
-    buffers: contract.Buffers,
+    buffers: contract.FC1Buffers,
     accumulate: str,  # noqa: ARG001
     modulation: str = "fused",
 ) -> None:
@@ -41,7 +41,7 @@ def run(
 
 
 def stage1(
-    inputs: contract.Inputs, eps: float, a_q: torch.Tensor, s_row: torch.Tensor, modulation: str = "fused"
+    inputs: contract.FC1Inputs, eps: float, a_q: torch.Tensor, s_row: torch.Tensor, modulation: str = "fused"
 ) -> None:
     """x [M, H] to codes a_q [M, H] and scales s_row [M]."""
     reference_stage1(inputs, eps, a_q, s_row, modulation, NORM_ROWS)

@@ -7,25 +7,20 @@ hashes the source. Memory does not grow with the checkpoint.
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-
-from .. import terminal
 from .._version import __version__
 from .container import Container, Stored, open_checkpoint, prefetched
 from .destination import Destination
 from .hashing import hashing
 from .layout import Layout
 from .lora import Adapter, Lora
-from .lora import describe as describe_lora
 from .names import Layer
-from .prepared import FULL_PRECISION, TENSORS, Description, is_prepared, snr_text, tensor_name
+from .prepared import TENSORS, Description, is_prepared, tensor_name
 from .source import FC1Layer, fc1_layers, with_loras
 from .units import CopyUnit, LayerUnit, Unit, describe
 from .writer import Writer
@@ -211,49 +206,3 @@ def _states(files: Sequence[Path]) -> list[list]:
 
 def _digest(*content: object) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
-def render(report: Report) -> RenderableType:
-    """A line a layer, and what else happened."""
-    description = report.description
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for title, justify in (
-        ("layer", "left"),
-        ("from", "left"),
-        ("halves", "left"),
-        ("became FP8 by", "left"),
-        ("SNR dB", "right"),
-    ):
-        table.add_column(title, justify=justify)
-    for name, layer in description.layers.items():
-        snr = snr_text(layer["action"], layer["snr_db"])
-        table.add_row(name, layer["form"], layer["gate_order"], _ACTIONS[layer["action"]], snr)
-    return Group(table, *map(terminal.line, summary(report)))
-
-
-_ACTIONS = {
-    "quantized": "quantizing",
-    "repacked": "reordering rows",
-    "requantized": "quantizing again",
-}
-
-
-def summary(report: Report) -> Iterator[str]:
-    layers = report.description.layers
-    yield ""
-    if any(layer["action"] == "requantized" for layer in layers.values()):
-        yield "Layers quantized again were rounded to FP8 a second time: a BF16 checkpoint gives better ones."
-    if any(layer["full_precision"] for layer in layers.values()):
-        yield FULL_PRECISION
-    for lora in report.description.loras:
-        yield describe_lora(lora)
-    if report.left_to_engine:
-        count, some = len(report.left_to_engine), ", ".join(report.left_to_engine[:2])
-        yield f"Adapters of {count} other modules ({some} ...) are left to the engine: load them there."
-    beside = f"{len(report.copied)} tensors copied, {report.left_out} left out"
-    yield f"{len(layers)} layers; {beside}" + (f"; {report.resumed} parts kept from before" if report.resumed else "")
-    speed = report.bytes_read / report.seconds / 1e9
-    yield (
-        f"{report.destination}: {report.bytes_written / 1e9:.3f} GB in {len(report.files)} "
-        f"file{'s' if len(report.files) > 1 else ''}, {report.seconds:.1f} s, {speed:.2f} GB/s"
-    )

@@ -1,17 +1,11 @@
 """``h3mlp inspect``: what a checkpoint is, a line a layer, without reading its weights."""
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-
-from .. import terminal
 from .container import Container, open_checkpoint
-from .lora import describe as describe_lora
-from .prepared import SCALE, WEIGHT, Prepared, is_prepared, open_prepared, snr_text
+from .prepared import SCALE, WEIGHT, Prepared, is_prepared, open_prepared
 from .source import fc1_layers
 
 
@@ -125,30 +119,3 @@ def _prepared(prepared: Prepared) -> Inspected:
 def _inspected(container: Container, prepared: bool, own: int, lines: tuple[Line, ...], origin: dict) -> Inspected:
     others = len(container.tensors) - own
     return Inspected(container.path, prepared, len(container.files), container.nbytes, others, lines, origin)
-
-
-def render(found: Inspected) -> RenderableType:
-    """What it is, and the lines as a table."""
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("layer", "made of" if found.prepared else "form", "halves", "shape", "scales"):
-        table.add_column(title)
-    table.add_column("SNR dB", justify="right")
-    for line in found.lines:
-        scales = "-" if line.scale_range is None else "{:.1e}-{:.1e}".format(*line.scale_range)
-        shape, snr = "{}x{}".format(*line.shape), snr_text(line.action, line.snr_db)
-        table.add_row(line.layer, line.form, line.gate_order, shape, scales, snr)
-    return Group(*map(terminal.line, _head(found)), "", table)
-
-
-def _head(found: Inspected) -> Iterator[str]:
-    what = "a prepared checkpoint of h3mlp" if found.prepared else "a checkpoint to be prepared by `h3mlp convert`"
-    files = f"{found.files} file{'s' if found.files > 1 else ''}"
-    yield f"{found.path}: {what}"
-    yield f"{files}, {found.bytes / 1e9:.3f} GB; {len(found.lines)} FC1 layers, {found.other_tensors} other tensors"
-    if found.prepared:
-        names = [source["name"] for source in found.origin["sources"]]
-        yield f"Made by h3mlp {found.origin['made_by']} of {names[0]}" + (
-            f" and {len(names) - 1} more" if names[1:] else ""
-        )
-        for lora in found.origin["loras"]:
-            yield f"with {describe_lora(lora)}"

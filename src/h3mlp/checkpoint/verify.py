@@ -6,23 +6,23 @@ those that the mistakes would give, and the operator's output with that of the B
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Group, RenderableType
-from rich.table import Table
 
-from .. import contract, dispatch, synthetic, terminal
+from .. import contract, synthetic
 from ..accuracy import compare, decibels
-from ..operator import fc1_swiglu_fp8
+from ..files import finite
+from ..operators import dispatch
+from ..operators.fc1_swiglu import fc1_swiglu_fp8
 from .comparison import SAME_WEIGHT_DB, Comparison
 from .container import open_checkpoint
 from .lora import Adapter
 from .lora import describe as describe_lora
-from .prepared import FULL_PRECISION, NORM, Prepared, open_prepared
+from .prepared import NORM, Prepared, open_prepared
 from .source import FC1Layer, fc1_layers, with_loras
 
 ROUNDED_ONCE_DB = 24.5
@@ -85,7 +85,7 @@ class Verified:
     def as_json(self) -> dict[str, Any]:
         """JSON has no infinity: where the weight is exact, the SNR is null."""
         plain = {"path": str(self.path), "against": str(self.against), "rows": self.rows, "device": self.device}
-        return terminal.finite({**plain, "ok": self.ok, "layers": [asdict(check) for check in self.checks]})
+        return finite({**plain, "ok": self.ok, "layers": [asdict(check) for check in self.checks]})
 
 
 def run(
@@ -199,78 +199,3 @@ def _outputs(
         return output, None
     exchanged = replace(layer, weight=torch.cat(layer.weight.chunk(2)[::-1]))
     return output, compare(y, exchanged.forward_bf16()).snr_db
-
-
-def render(verified: Verified) -> RenderableType:
-    """A line a layer, and the verdict."""
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("layer")
-    table.add_column("source")
-    for title in ("weight dB", "worst row", "output dB"):
-        table.add_column(title, justify="right")
-    table.add_column("")
-    for check in verified.checks:
-        worst = "-" if check.worst_row_db == math.inf else f"{check.worst_row_db:.1f} ({check.worst_row})"
-        verdict = "OFF" if check.faults else "ok"
-        table.add_row(check.layer, check.form, _cell(check.snr_db), worst, f"{check.output_db:.1f}", verdict)
-    return Group(table, "", *map(terminal.line, _verdict(verified)))
-
-
-def _cell(db: float) -> str:
-    return "exact" if db == math.inf else f"{db:.2f}"
-
-
-def _verdict(verified: Verified) -> Iterator[str]:
-    off = [check for check in verified.checks if check.faults]
-    for check in off:
-        for fault in check.faults:
-            yield f"{check.layer}: {fault}"
-    count = len(verified.checks)
-    if any(check.full_precision for check in verified.checks):
-        yield FULL_PRECISION
-    if off:
-        yield f"FAILED: {len(off)} of {count} layers are off"
-    else:
-        yield f"OK: {count} layers are those of {verified.against}"
-
-
-def plot(verified: Verified, path: Path) -> None:
-    """Draw the SNR by layer into ``path``, whose ending names the format. The file appears whole or not at all."""
-    from matplotlib.figure import Figure  # an extra, asked for by --plot alone
-    from matplotlib.ticker import MaxNLocator
-
-    from ..bench.plot import save_figure
-
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
-    axes = figure.subplots()
-    lines = {
-        "dequantized weight": ([check.snr_db for check in verified.checks], "#1d3557", "s"),
-        "its worst row": ([check.worst_row_db for check in verified.checks], "#457b9d", "v"),
-        "output": ([check.output_db for check in verified.checks], "#c1121f", "o"),
-    }
-    for label, (values, color, marker) in lines.items():
-        finite = [(i, value) for i, value in enumerate(values) if math.isfinite(value)]
-        exact = "" if finite else " (exact)"
-        axes.plot(
-            *zip(*finite, strict=True) if finite else ([], []),
-            label=label + exact,
-            color=color,
-            marker=marker,
-            markersize=5,
-        )
-    off = [i for i, check in enumerate(verified.checks) if check.faults]
-    for i in off:
-        axes.axvspan(i - 0.5, i + 0.5, color="#f28482", alpha=0.35, linewidth=0, label="off" if i == off[0] else None)
-    axes.axhline(OUTPUT_DB, color="#c1121f", linewidth=1, linestyle=":", label="least output")
-    names = [check.layer for check in verified.checks]
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=16, integer=True))
-    axes.xaxis.set_major_formatter(lambda value, _: names[int(value)] if value in range(len(names)) else "")
-    axes.tick_params(axis="x", labelrotation=45)
-    title = terminal.printable(f"{verified.path.name} against {verified.against.name}")
-    axes.set(ylabel="SNR / dB", title=title)
-    axes.set_xlim(-0.6, len(names) - 0.4)
-    axes.grid(axis="y", color="0.88", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", frameon=False, ncols=5)
-    save_figure(figure, path)

@@ -120,8 +120,8 @@ def test_both_kernels_are_launched_once(launched):
     from h3mlp.backends.cute import launch
 
     inputs, buffers = make_inputs(5), nan_buffers(5)
-    launch.run(inputs, 1e-5, buffers, "fp32")
-    launch.run(inputs._replace(adaln_index=inputs.adaln_index.int()), 1e-5, buffers, "fast")
+    launch.fc1_swiglu(inputs, 1e-5, buffers, "fp32")
+    launch.fc1_swiglu(inputs._replace(adaln_index=inputs.adaln_index.int()), 1e-5, buffers, "fast")
     assert names(launched) == ["norm_quant_i64", "gemm_sm90_128x32_fp32", "norm_quant_i32", "gemm_sm90_128x32_fast"]
     _, arch, stage1 = launched[0]
     assert arch == "sm_90a"
@@ -140,11 +140,11 @@ def test_what_is_not_aligned_takes_the_scalar_kernel(launched, name):
     from h3mlp.backends.cute import launch
 
     inputs, buffers = make_inputs(5), nan_buffers(5)
-    launch.run(inputs._replace(**{name: shifted(getattr(inputs, name))}), 1e-5, buffers, "fp32")
+    launch.fc1_swiglu(inputs._replace(**{name: shifted(getattr(inputs, name))}), 1e-5, buffers, "fp32")
     assert names(launched)[0] == "norm_quant_i64_scalar"
     if name != "x_norm_weight":
         gaps = getattr(inputs, name).new_zeros((16, 388))[: getattr(inputs, name).shape[0], :384]
-        launch.run(inputs._replace(**{name: gaps}), 1e-5, buffers, "fp32")
+        launch.fc1_swiglu(inputs._replace(**{name: gaps}), 1e-5, buffers, "fp32")
         assert names(launched)[2] == "norm_quant_i64_scalar"
 
 
@@ -158,7 +158,7 @@ def test_where_tma_cannot_go_a_copy_does(launched, name):
         inputs = inputs._replace(fc1_weight_q=shifted(inputs.fc1_weight_q))
     else:
         buffers = buffers._replace(**{name: shifted(getattr(buffers, name))})
-    launch.run(inputs, 1e-5, buffers, "fp32")
+    launch.fc1_swiglu(inputs, 1e-5, buffers, "fp32")
     assert len(launched) == 2
     stage2 = launched[1][2]
     assert all(t.data_ptr() % 16 == 0 for t in (stage2[0], stage2[2], stage2[4]))
@@ -185,11 +185,11 @@ def test_what_each_mode_launches(launched):
     from h3mlp.backends.cute import launch
 
     inputs, buffers = make_inputs(3), nan_buffers(3)
-    launch.run(inputs, 1e-5, buffers, "fp32")
-    launch.run(inputs._replace(adaln_index=inputs.adaln_index.int()), 1e-5, buffers, "fp32", "eager")
+    launch.fc1_swiglu(inputs, 1e-5, buffers, "fp32")
+    launch.fc1_swiglu(inputs._replace(adaln_index=inputs.adaln_index.int()), 1e-5, buffers, "fp32", "eager")
     plain = without_adaln(inputs)
-    launch.run(plain, 1e-5, buffers, "fp32", "eager")
-    launch.run(plain._replace(x=shifted(inputs.x)), 1e-5, buffers, "fp32")
+    launch.fc1_swiglu(plain, 1e-5, buffers, "fp32", "eager")
+    launch.fc1_swiglu(plain._replace(x=shifted(inputs.x)), 1e-5, buffers, "fp32")
     stage1 = ["norm_quant_i64", "norm_quant_eager_i32", "norm_quant_plain", "norm_quant_plain_scalar"]
     assert names(launched)[::2] == stage1
     assert [len(arguments) for _, _, arguments in launched[::2]] == [8, 8, 5, 5]
@@ -203,7 +203,7 @@ def test_mma_sync_kernels_of_small_and_large_calls(launched, monkeypatch, arch, 
     chosen = choice.Choice("plain", "256x128")
     monkeypatch.setattr(choice, "current", lambda _device, found: (chosen, "told") if found == arch else None)
     for rows in (1, 33, 5000):
-        launch.run(make_inputs(rows), 1e-5, nan_buffers(rows), "fp32")
+        launch.fc1_swiglu(make_inputs(rows), 1e-5, nan_buffers(rows), "fp32")
     tiles = ["16x128", "64x128", "256x128"]
     assert names(launched)[1::2] == [f"gemm_sm120_{tile}_plain{loads}" for tile in tiles]
     assert {found for _, found, _ in launched} == {arch}

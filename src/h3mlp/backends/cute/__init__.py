@@ -38,17 +38,17 @@ def serves(device: torch.device) -> tuple[bool, str]:
     return True, f"kernels for {arch}, compiled when first used{gemm}"
 
 
-def run(
-    inputs: contract.Inputs, eps: float, buffers: contract.Buffers, accumulate: str, modulation: str = "fused"
+def fc1_swiglu(
+    inputs: contract.FC1Inputs, eps: float, buffers: contract.FC1Buffers, accumulate: str, modulation: str = "fused"
 ) -> None:
     """Both stages. The arguments are checked, and the buffers have exactly M rows."""
     from . import launch
 
-    launch.run(inputs, eps, buffers, accumulate, modulation)
+    launch.fc1_swiglu(inputs, eps, buffers, accumulate, modulation)
 
 
 def stage1(
-    inputs: contract.Inputs, eps: float, a_q: torch.Tensor, s_row: torch.Tensor, modulation: str = "fused"
+    inputs: contract.FC1Inputs, eps: float, a_q: torch.Tensor, s_row: torch.Tensor, modulation: str = "fused"
 ) -> None:
     """RMSNorm, AdaLN and quantization alone."""
     from . import launch

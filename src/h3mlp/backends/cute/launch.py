@@ -29,14 +29,14 @@ class _Kernel(NamedTuple):
             raise RuntimeError(f"kernel {self.name} was not launched on {device} for {rows} rows: {error}") from error
 
 
-def run(
-    inputs: contract.Inputs, eps: float, buffers: contract.Buffers, accumulate: str, modulation: str = "fused"
+def fc1_swiglu(
+    inputs: contract.FC1Inputs, eps: float, buffers: contract.FC1Buffers, accumulate: str, modulation: str = "fused"
 ) -> None:
     """Both stages."""
     device = inputs.x.device
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return run(inputs, eps, buffers, accumulate, modulation)
+            return fc1_swiglu(inputs, eps, buffers, accumulate, modulation)
     out, a_q, s_row = buffers
     w_q, w_scale = inputs.fc1_weight_q, inputs.fc1_weight_scale
     if (out.data_ptr() | a_q.data_ptr() | w_q.data_ptr()) % ALIGNMENT:
@@ -47,18 +47,18 @@ def run(
 
 
 def _run_elsewhere(
-    inputs: contract.Inputs, eps: float, buffers: contract.Buffers, accumulate: str, modulation: str
+    inputs: contract.FC1Inputs, eps: float, buffers: contract.FC1Buffers, accumulate: str, modulation: str
 ) -> None:
     """Where a tensor does not begin where TMA can read and write it: by way of a copy of that one."""
-    others = contract.Buffers(*(buffer if is_aligned(buffer) else torch.empty_like(buffer) for buffer in buffers))
-    run(inputs._replace(fc1_weight_q=aligned(inputs.fc1_weight_q)), eps, others, accumulate, modulation)
+    others = contract.FC1Buffers(*(buffer if is_aligned(buffer) else torch.empty_like(buffer) for buffer in buffers))
+    fc1_swiglu(inputs._replace(fc1_weight_q=aligned(inputs.fc1_weight_q)), eps, others, accumulate, modulation)
     for buffer, used in zip(buffers, others, strict=True):
         if used is not buffer:
             buffer.copy_(used)
 
 
 def stage1(
-    inputs: contract.Inputs, eps: float, a_q: torch.Tensor, s_row: torch.Tensor, modulation: str = "fused"
+    inputs: contract.FC1Inputs, eps: float, a_q: torch.Tensor, s_row: torch.Tensor, modulation: str = "fused"
 ) -> None:
     """x [M, H] to codes a_q [M, H] and scales s_row [M]. a_q begins at a multiple of 16 bytes."""
     x, weight, scale, shift, index = inputs[:5]
@@ -105,9 +105,9 @@ def warmup(
         w_q = torch.empty((2 * ffn, hidden), dtype=contract.QUANTIZED, device=device)
         w_scale = torch.empty(2 * ffn, dtype=contract.SCALE, device=device)
         out, a_q, s_row = x.new_empty((1, ffn)), w_q.new_empty((1, hidden)), w_scale.new_empty(1)
-        stage1(contract.Inputs(x, weight[0], None, None, None, w_q, w_scale), contract.EPS, a_q, s_row)
+        stage1(contract.FC1Inputs(x, weight[0], None, None, None, w_q, w_scale), contract.EPS, a_q, s_row)
         for dtype in contract.INDEX:
-            inputs = contract.Inputs(x, weight[0], x, x, torch.zeros(1, dtype=dtype, device=device), w_q, w_scale)
+            inputs = contract.FC1Inputs(x, weight[0], x, x, torch.zeros(1, dtype=dtype, device=device), w_q, w_scale)
             stage1(inputs, contract.EPS, a_q, s_row, modulation)
         for kernel, multiprocessors in {_gemm(device.index, count, hidden, ffn, accumulate) for count in rows}:
             kernel.launch(1, a_q, s_row, w_q, w_scale, out, multiprocessors)

@@ -35,11 +35,8 @@ from .prologue import VECTOR, WORDS
 from .vectors import CODE_BYTES, VECTOR_BYTES, address_of, load_vector, row_bytes, vector_at
 
 LANES = 32
-OUTSIDE = -1
-"""The table row of an index outside the tables."""
-
 NOTHING = -2
-"""Held where no table row is."""
+"""Held where no table row is, not even ``prologue.OUTSIDE``."""
 
 AHEAD = 2
 """Steps from the squares of a row to its modulation, and from there to its quantization."""
@@ -202,14 +199,12 @@ class NormQuant:
         eps: Float32,
         stream,
     ):
+        limit = sass.shared_limit(ptx.architecture().name)  # or the compiler would ask a device for it
         self.kernel(x, weight, scale, shift, index, a_q, s_row, eps).launch(
             grid=[cutlass.max(cutlass.min(x.shape[0], self.sms), 1), 1, 1],
             block=[self.threads + REDUCERS * LANES, 1, 1],
             min_blocks_per_mp=1,
-            # Given, because the compiler would ask a device for its limit otherwise.
-            preferred_smem_carveout=min(
-                100, -(-100 * (self.shared_bytes + 1024) // sass.shared_limit(ptx.architecture().name))
-            ),
+            preferred_smem_carveout=min(100, -(-100 * (self.shared_bytes + 1024) // limit)),
             stream=stream,
         )
 
@@ -315,8 +310,8 @@ class Worker:
             self.copy(k < rows.count, k)
         row = Int32(0)
         if const_expr(op.modulation is not None):
-            row = table_row_of(self.index[rows.first], self.scale.shape[0])
-        if row != OUTSIDE:
+            row = prologue.table_row_of(self.index[rows.first], self.scale.shape[0])
+        if row != prologue.OUTSIDE:
             self.load_tables(row)
         for turn in cutlass.range(rows.turns, unroll=1):
             k = turn * op.unroll - AHEAD
@@ -405,7 +400,7 @@ class Worker:
         """``norm``: rstd and the table row."""
         row, tables, held = Int32(norm[1]), self.tables, self.held
         if row != held[0]:
-            if row == OUTSIDE:  # everything becomes 0, and therefore a
+            if row == prologue.OUTSIDE:  # everything becomes 0, and therefore a
                 tables.fill(0.0)
                 words.fill(0)
                 norm[0] = Uint32(0)
@@ -466,7 +461,7 @@ class Reducer:
         for turn in cutlass.range(0, self.rows.turns * op.unroll, PERIOD, unroll=1):
             if const_expr(op.modulation is not None):
                 if turn % LANES == 0:
-                    here = table_row_of(ahead, scale.shape[0])
+                    here = prologue.table_row_of(ahead, scale.shape[0])
                     ahead = index[self.rows.number(cutlass.min(turn + LANES + lane, last))]
             for at in cutlass.range_constexpr(PERIOD):
                 k, buffer = turn + at, at % BUFFERS
@@ -501,7 +496,3 @@ class Reducer:
         """This lane's numbers of each chunk of a row."""
         lane, op = self.lane, self.op
         return [partial[lane + c % op.workers * LANES, c // op.workers, buffer] for c in range(op.chunks)]
-
-
-def table_row_of(index, table_rows):
-    return cutlass.select_((index >= 0) & (index < table_rows), Int32(index), Int32(OUTSIDE))

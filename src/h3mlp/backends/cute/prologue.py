@@ -5,7 +5,7 @@ A vector is four pairs of BF16, ``words``. What is left out is what moves data: 
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Uint32
+from cutlass import Float32, Int32, Uint32
 from cutlass.cutlass_dsl import T
 
 from ... import contract
@@ -13,6 +13,9 @@ from .ptx import asm, bf16x2, fma_bf16x2, halves
 
 VECTOR = contract.VECTOR
 WORDS = VECTOR // 2
+
+OUTSIDE = -1
+"""The table row of an index outside the tables."""
 
 
 def unpack(words: cute.Tensor) -> list[Float32]:
@@ -73,6 +76,13 @@ def modulate(rstd: Float32, table: cute.Tensor, words: cute.Tensor, modulation: 
         elif modulation == "eager":
             product = halves(bf16x2(n[0] * table[low, 1], n[1] * table[high, 1]))
             words[k] = bf16x2(product[0] + table[low, 2], product[1] + table[high, 2])
+
+
+# Step 6.
+
+
+def table_row_of(index, table_rows) -> Int32:
+    return cutlass.select_((index >= 0) & (index < table_rows), Int32(index), Int32(OUTSIDE))
 
 
 # Step 7: s_row. A peak is a pair too: the largest magnitudes of the low and of the high halves, of any sign.

@@ -11,8 +11,8 @@ from operator import attrgetter
 from rich.console import Group
 from rich.table import Table
 
-from .backends import cute
-from .backends.cute import jit, sass
+from ..backends import cute
+from ..backends.cute import jit, sass
 
 PROCESSES = min(os.cpu_count() or 1, 8)
 """That compile at once, of 0.5 GB each. Compiling holds the interpreter, so that threads would gain nothing."""

@@ -11,7 +11,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import h3mlp
-from h3mlp import contract, dispatch, reference, synthetic
+from h3mlp import contract, reference, synthetic
+from h3mlp.operators import dispatch
 
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=NEEDS_COMPILER)]
@@ -310,7 +311,7 @@ class TestWhoSeesAnOperator:
     def backend(self, monkeypatch):
         """A backend that notes its calls and writes nothing."""
         calls = []
-        backend = SimpleNamespace(run=lambda *args: calls.append(args))
+        backend = SimpleNamespace(fc1_swiglu=lambda *args: calls.append(args))
         monkeypatch.setattr(dispatch, "select", lambda _: backend)
         return calls
 
@@ -346,7 +347,7 @@ class TestWhoSeesAnOperator:
 
     def test_fake_tensors(self, inputs):
         with FakeTensorMode() as mode:
-            fakes = contract.Inputs(*(mode.from_tensor(t) for t in inputs))
+            fakes = contract.FC1Inputs(*(mode.from_tensor(t) for t in inputs))
             assert isinstance(h3mlp.fc1_swiglu_fp8(*fakes), FakeTensor)
         assert h3mlp.fc1_swiglu_fp8(*fakes).shape == (70, FFN), "outside the mode, too"
 
@@ -403,7 +404,7 @@ class TestTorchOperators:
         )
 
     def test_meta(self, inputs):
-        meta = contract.Inputs(*(t.to("meta") for t in inputs))
+        meta = contract.FC1Inputs(*(t.to("meta") for t in inputs))
         got = h3mlp.fc1_swiglu_fp8(*meta)
         assert got.is_meta
         assert (got.shape, got.dtype) == ((70, FFN), torch.bfloat16)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import h3mlp
-from h3mlp import dispatch
+from h3mlp.operators import dispatch
 
 
 def test_there_is_nothing_to_do_on_the_cpu():

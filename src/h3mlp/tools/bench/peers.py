@@ -7,10 +7,10 @@ from functools import cached_property, partial
 import torch
 import torch.nn.functional as F
 
-from .. import contract, reference, synthetic
-from ..backends import reference_stage1
-from ..backends.chain import scaled_mm
-from ..operator import allocate, fc1_swiglu_fp8
+from ... import contract, reference, synthetic
+from ...backends import reference_stage1
+from ...backends.chain import scaled_mm
+from ...operators.fc1_swiglu import allocate, fc1_swiglu_fp8
 from . import work
 
 OURS = "h3mlp"
@@ -27,7 +27,7 @@ STAGE1_ROWS = 4096
 """Rows of the reference's stage 1 at a time: 176 MB in FP64."""
 
 Compile = Callable[[Callable], Callable]
-NormQuant = Callable[[contract.Inputs, float, torch.Tensor, torch.Tensor], None]
+NormQuant = Callable[[contract.FC1Inputs, float, torch.Tensor, torch.Tensor], None]
 """Stage 1 alone: from inputs and eps into a_q and s_row."""
 
 
@@ -64,11 +64,11 @@ class Problem:
         return *self.layer.x.shape, self.layer.weight.shape[0] // 2
 
     @cached_property
-    def inputs(self) -> contract.Inputs:
-        return contract.Inputs(*self.layer.activations, *self.packed)
+    def inputs(self) -> contract.FC1Inputs:
+        return contract.FC1Inputs(*self.layer.activations, *self.packed)
 
     @cached_property
-    def buffers(self) -> contract.Buffers:
+    def buffers(self) -> contract.FC1Buffers:
         return allocate(self.inputs)
 
     @cached_property

@@ -10,8 +10,8 @@ import click
 from rich.progress import BarColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from .. import contract
-from ..terminal import FINITE, json_option, plot_option, progress, show
-from .lora import Adapter
+from ..checkpoint.lora import Adapter
+from .terminal import FINITE, json_option, plot_option, progress, show
 
 
 class CheckpointPath(click.Path):
@@ -110,7 +110,8 @@ def convert(
     DST is a file that ends in .safetensors, or a folder, new or not, into which files of at most 5 GB are put. It
     appears when it is complete. What an earlier conversion wrote there is replaced; nothing else ever is.
     """
-    from . import convert as job
+    from ..checkpoint import convert as job
+    from .checkpoint_views import report_table
 
     bar = progress(BarColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with _refusals("; --resume goes on with what was finished"), bar as show_step:
@@ -124,7 +125,7 @@ def convert(
             hashes=hashes,
             progress=show_step,
         )
-    show(report.as_json() if as_json else job.render(report))
+    show(report.as_json() if as_json else report_table(report))
 
 
 @click.command(short_help="Show what a checkpoint is, layer by layer.")
@@ -133,11 +134,12 @@ def convert(
 @json_option
 def inspect(path: Path, gate_order: str | None, as_json: bool) -> None:
     """Show what a MiniMax-H3 checkpoint is, prepared or not, with a line for each FC1 layer. Reads no weights."""
-    from . import inspect as job
+    from ..checkpoint import inspect as job
+    from .checkpoint_views import inspected_table
 
     with _refusals():
         found = job.run(path, gate_order)
-    show(found.as_json() if as_json else job.render(found))
+    show(found.as_json() if as_json else inspected_table(found))
 
 
 @click.command(short_help="Compare a prepared checkpoint with its source.")
@@ -161,13 +163,14 @@ def verify(
 
     Exit code 1 when a layer is off.
     """
-    from . import verify as job
+    from ..checkpoint import verify as job
+    from .checkpoint_views import plot_verified, verified_table
 
     with _refusals(), progress(BarColumn(), TimeRemainingColumn()) as show_step:
         verified = job.run(path, against, rows, gate_order=gate_order, loras=loras, progress=show_step)
     if plot:
-        job.plot(verified, plot)
-    show(verified.as_json() if as_json else job.render(verified))
+        plot_verified(verified, plot)
+    show(verified.as_json() if as_json else verified_table(verified))
     if plot and not as_json:
         click.echo(f"SNR by layer: {plot}")
     return 0 if verified.ok else 1

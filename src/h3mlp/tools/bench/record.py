@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..files import whole
+from ...files import whole
 from . import work
 from .peers import OURS, Peer
 

@@ -4,7 +4,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from . import check, contract
+from .. import check, contract
 
 
 @register_sharding(torch.ops.h3mlp.fc1_swiglu_fp8.default)
@@ -22,7 +22,7 @@ def _ways(_x, _x_norm_weight, _scale, _shift, index, _weight_q, _weight_scale, *
     ]
 
 
-def refuse_buffers(inputs: tuple, given: contract.Buffers) -> None:
+def refuse_buffers(inputs: tuple, given: contract.FC1Buffers) -> None:
     """Where an argument is a DTensor: it might redistribute a buffer, and a copy would be written.
 
     Raises:

@@ -8,7 +8,8 @@ import sys
 
 import torch
 
-from . import check, contract, dispatch
+from .. import check, contract
+from . import arguments, dispatch
 
 _INPUTS = (
     "Tensor x, Tensor x_norm_weight, Tensor? adaln_scale, Tensor? adaln_shift, Tensor? adaln_index, "
@@ -23,14 +24,14 @@ torch.library.define("h3mlp::fc1_swiglu_fp8_out", f"({_INPUTS}, {_BUFFERS}) -> (
 _FUNCTIONAL = torch.ops.h3mlp.fc1_swiglu_fp8.default
 _INTO_BUFFERS = torch.ops.h3mlp.fc1_swiglu_fp8_out.default
 
-_REQUIRED = check.REQUIRED.union(contract.Buffers._fields)
-_NONE_GIVEN = contract.Buffers(None, None, None)
+_REQUIRED = arguments.REQUIRED.union(contract.FC1Buffers._fields)
+_NONE_GIVEN = contract.FC1Buffers(None, None, None)
 _DTENSOR = "torch.distributed.tensor"
 
 
 @torch.library.impl("h3mlp::fc1_swiglu_fp8", "default")
 def _functional(*args) -> torch.Tensor:
-    inputs, options = contract.Inputs(*args[:7]), args[7:]
+    inputs, options = contract.FC1Inputs(*args[:7]), args[7:]
     _check(inputs, options)
     buffers = allocate(inputs)
     _run(inputs, buffers, *options)
@@ -39,53 +40,53 @@ def _functional(*args) -> torch.Tensor:
 
 @torch.library.register_fake("h3mlp::fc1_swiglu_fp8")
 def _functional_fake(*args) -> torch.Tensor:
-    inputs, options = contract.Inputs(*args[:7]), args[7:]
+    inputs, options = contract.FC1Inputs(*args[:7]), args[7:]
     _check(inputs, options)
     return allocate(inputs).out
 
 
 @torch.library.impl("h3mlp::fc1_swiglu_fp8_out", "default")
 def _into_buffers(*args) -> None:
-    inputs, options, buffers = contract.Inputs(*args[:7]), args[7:10], contract.Buffers(*args[10:])
+    inputs, options, buffers = contract.FC1Inputs(*args[:7]), args[7:10], contract.FC1Buffers(*args[10:])
     _check(inputs, options, buffers)
     rows = inputs.x.shape[0]
     if any(buffer.shape[0] != rows for buffer in buffers):
-        buffers = contract.Buffers(*(buffer[:rows] for buffer in buffers))
+        buffers = contract.FC1Buffers(*(buffer[:rows] for buffer in buffers))
     if rows:
-        check.apart(buffers, inputs)
+        arguments.apart(buffers, inputs)
     _run(inputs, buffers, *options)
 
 
 @torch.library.register_fake("h3mlp::fc1_swiglu_fp8_out")
 def _into_buffers_fake(*args) -> None:
-    _check(contract.Inputs(*args[:7]), args[7:10], contract.Buffers(*args[10:]))
+    _check(contract.FC1Inputs(*args[:7]), args[7:10], contract.FC1Buffers(*args[10:]))
 
 
-def _check(inputs: contract.Inputs, options: tuple, buffers: contract.Buffers | tuple[()] = ()) -> None:
+def _check(inputs: contract.FC1Inputs, options: tuple, buffers: contract.FC1Buffers | tuple[()] = ()) -> None:
     """All that metadata show; fake tensors have them too."""
-    check.types(inputs, buffers, _REQUIRED)
+    arguments.types(inputs, buffers, _REQUIRED)
     check.options(*options)
-    check.inputs(inputs)
+    arguments.inputs(inputs)
     if buffers:
-        check.buffers(buffers, inputs.x, _ffn(inputs))
-    check.inference_only((*inputs, *buffers))
+        arguments.buffers(buffers, inputs.x, _ffn(inputs))
+    arguments.inference_only((*inputs, *buffers))
 
 
-def _run(inputs: contract.Inputs, buffers: contract.Buffers, eps: float, accumulate: str, modulation: str) -> None:
+def _run(inputs: contract.FC1Inputs, buffers: contract.FC1Buffers, eps: float, *options: str) -> None:
     backend = dispatch.select(inputs.x.device)
     if inputs.x.shape[0]:
-        backend.run(inputs, eps, buffers, accumulate, modulation)
+        backend.fc1_swiglu(inputs, eps, buffers, *options)
 
 
-def _ffn(inputs: contract.Inputs) -> int:
+def _ffn(inputs: contract.FC1Inputs) -> int:
     return inputs.fc1_weight_q.shape[0] // 2
 
 
-def allocate(inputs: contract.Inputs, given: contract.Buffers = _NONE_GIVEN) -> contract.Buffers:
+def allocate(inputs: contract.FC1Inputs, given: contract.FC1Buffers = _NONE_GIVEN) -> contract.FC1Buffers:
     """The given buffers, and new ones of exactly M rows on the inputs' device for those that are None."""
     x, (out, workspace_q, workspace_scale) = inputs.x, given
     rows, hidden = x.shape
-    return contract.Buffers(
+    return contract.FC1Buffers(
         x.new_empty((rows, _ffn(inputs))) if out is None else out,
         x.new_empty((rows, hidden), dtype=contract.QUANTIZED) if workspace_q is None else workspace_q,
         x.new_empty(rows, dtype=contract.SCALE) if workspace_scale is None else workspace_scale,
@@ -155,21 +156,21 @@ def fc1_swiglu_fp8(
     inputs = (x, x_norm_weight, adaln_scale, adaln_shift, adaln_index, fc1_weight_q, fc1_weight_scale)
     buffers = (out, workspace_q, workspace_scale)
     # What torch's dispatcher would refuse without a name, or take for another number.
-    check.types(inputs, buffers)
+    arguments.types(inputs, buffers)
     check.options(eps, accumulate, modulation)
     if torch.compiler.is_compiling():  # whatever differentiates the graph would take the operator for a constant
-        check.inference_only((*inputs, *buffers))
+        arguments.inference_only((*inputs, *buffers))
     elif _DTENSOR in sys.modules:
-        from . import sharding
+        from . import dtensor
 
-        sharding.refuse_buffers(inputs, contract.Buffers(*buffers))
+        dtensor.refuse_buffers(inputs, contract.FC1Buffers(*buffers))
 
     if out is None and workspace_q is None and workspace_scale is None:
         return _FUNCTIONAL(*inputs, eps, accumulate, modulation)
     if out is None or workspace_q is None or workspace_scale is None:
-        read = contract.Inputs(*inputs)
-        check.inputs(read)  # the missing buffers take their shapes from them
-        buffers = out, _, _ = allocate(read, contract.Buffers(*buffers))
+        read = contract.FC1Inputs(*inputs)
+        arguments.inputs(read)  # the missing buffers take their shapes from them
+        buffers = out, _, _ = allocate(read, contract.FC1Buffers(*buffers))
     _INTO_BUFFERS(*inputs, eps, accumulate, modulation, *buffers)
     rows = x.shape[0]
     return out if out.shape[0] == rows else out[:rows]

@@ -7,9 +7,9 @@ import torch
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from . import dispatch
-from ._version import __version__
-from .backends.cute import jit
+from .._version import __version__
+from ..backends.cute import jit
+from ..operators import dispatch
 
 
 def environment() -> dict:

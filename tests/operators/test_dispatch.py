@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from h3mlp import dispatch
 from h3mlp.backends import chain, cpu, cute
+from h3mlp.operators import dispatch
 
 CPU = torch.device("cpu")
 

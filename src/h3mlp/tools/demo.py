@@ -12,15 +12,17 @@ import torch
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from . import contract, dispatch, doctor, reference, synthetic
-from .accuracy import Accuracy, bf16_steps, compare, spread
+from .. import contract, reference, synthetic
+from ..accuracy import Accuracy, bf16_steps, compare, spread
+from ..operators import dispatch
+from ..operators.fc1_swiglu import allocate, minimax_h3_fc1_swiglu_fp8
+from ..weights import prepare_minimax_h3_fc1_weight_fp8
+from . import doctor
 from .bench import beside
 from .bench.harness import ABSOLUTE, RELATIVE, violations
 from .bench.plot import save_figure
 from .bench.record import VIOLATIONS_ALLOWED
 from .bench.record import Result as Timed
-from .operator import allocate, minimax_h3_fc1_swiglu_fp8
-from .weights import prepare_minimax_h3_fc1_weight_fp8
 
 Result = TypeVar("Result")
 
@@ -108,7 +110,7 @@ def run(rows: int | None, seed: int, announce: Callable[[str], None] = lambda _:
 
     layer = timed("make_layer", lambda: synthetic.layer(rows, seed=seed).to(device))
     weight = timed("prepare_weight", lambda: prepare_minimax_h3_fc1_weight_fp8(layer.weight))
-    inputs = contract.Inputs(*layer.activations, *weight)
+    inputs = contract.FC1Inputs(*layer.activations, *weight)
     buffers = allocate(inputs)
 
     def operator() -> torch.Tensor:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..files import whole
+from ...files import whole
 from .peers import BF16, CHAIN, CHAIN_EAGER, GEMM, GEMM_FP32, OURS, OURS_FAST
 from .record import Record
 from .render import title

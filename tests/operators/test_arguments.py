@@ -202,7 +202,7 @@ class TestAfterAnAcceptedCall:
         assert (sparse.shape, sparse.stride(), sparse.dtype) == (index.shape, index.stride(), index.dtype)
         refused("adaln_index must be a dense torch.Tensor", one._replace(adaln_index=sparse))
 
-    @pytest.mark.parametrize("name", contract.Inputs._fields)
+    @pytest.mark.parametrize("name", contract.FC1Inputs._fields)
     def test_each_input_with_other_metadata(self, inputs, name):
         h3mlp.fc1_swiglu_fp8(*inputs, **nan_buffers(70)._asdict())
         good = getattr(inputs, name)

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 import h3mlp
-from h3mlp import cli, doctor
+from h3mlp.tools import cli, doctor
 
 
 def call(*arguments: str, **options) -> subprocess.CompletedProcess:

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from h3mlp import cli, kernels
 from h3mlp.backends import cute
 from h3mlp.backends.cute import jit, sass
+from h3mlp.tools import cli, kernels
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from h3mlp import demo
 from h3mlp.accuracy import Accuracy
-from h3mlp.bench.record import Error, Result, Times
+from h3mlp.tools import demo
+from h3mlp.tools.bench.record import Error, Result, Times
 
 
 @pytest.fixture

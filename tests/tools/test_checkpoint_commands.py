@@ -12,7 +12,7 @@ from checkpoints import checkpoint, converted, save
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from h3mlp import cli
+from h3mlp.tools import cli
 
 
 def call(capsys, *arguments):
@@ -175,7 +175,7 @@ def test_json_is_json_whatever_the_numbers(source, tmp_path, capsys, value):
 
 SEVERAL = """
 import sys
-from h3mlp import cli
+from h3mlp.tools import cli
 for line in sys.argv[1:]:
     try:
         cli.main(line.split("|"))

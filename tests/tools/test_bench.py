@@ -13,10 +13,11 @@ import torch
 from helpers import FFN, HIDDEN
 from rich.console import Console
 
-from h3mlp import bench, cli, contract, prepare_fc1_weight_fp8, synthetic, unpack_fc1_rows
+from h3mlp import contract, prepare_fc1_weight_fp8, synthetic, unpack_fc1_rows
 from h3mlp.backends import cpu
-from h3mlp.bench import beside, harness, peers, record, timing, work
-from h3mlp.bench.plot import apart
+from h3mlp.tools import bench, cli
+from h3mlp.tools.bench import beside, harness, peers, record, timing, work
+from h3mlp.tools.bench.plot import apart
 
 MODEL = contract.HIDDEN, contract.FFN
 QUICK = timing.Plan(seconds=0.0, rounds=2, warm_rounds=1, pause=0.0)

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from rich.table import Table
 
-from .. import synthetic
-from ..weights import unpack_fc1_rows
+from ... import synthetic
+from ...weights import unpack_fc1_rows
 from .harness import current, device_timer, measure
 from .peers import CHAIN, CHAIN_EAGER, OURS, Compile, Problem, on_cuda
 from .record import Result

@@ -9,11 +9,13 @@ from dataclasses import asdict, replace
 
 import torch
 
-from .. import contract, dispatch, doctor, reference, synthetic
-from ..accuracy import compare
-from ..terminal import finite
+from ... import contract, reference, synthetic
+from ...accuracy import compare
+from ...files import finite
+from ...operators import dispatch
+from ...weights import prepare_fc1_weight_fp8, unpack_fc1_rows
+from .. import doctor
 from ..warmup import warmup
-from ..weights import prepare_fc1_weight_fp8, unpack_fc1_rows
 from . import peers as peer_set
 from .peers import Peer, Problem
 from .record import Error, Record, Result, Times

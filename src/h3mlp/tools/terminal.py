@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.progress import Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from ..files import finite
+
 PLOT_FORMATS = ("pdf", "png", "svg")
 
 
@@ -88,15 +90,6 @@ def progress(*bar: ProgressColumn) -> Iterator[Callable[..., None]]:
 def line(text: str) -> Text:
     """Text that is not broken at the width of the terminal, as a path must not be."""
     return Text(text, no_wrap=True, overflow="ignore")
-
-
-def finite(content: object) -> object:
-    """The same without the numbers that JSON does not have: None for NaN and infinity."""
-    if isinstance(content, dict):
-        return {key: finite(value) for key, value in content.items()}
-    if isinstance(content, (list, tuple)):
-        return [finite(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def show(content: object) -> None:

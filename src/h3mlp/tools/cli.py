@@ -6,9 +6,9 @@ from pathlib import Path
 import click
 from rich.progress import BarColumn
 
-from . import contract
-from ._version import __version__
-from .checkpoint import commands
+from .. import contract
+from .._version import __version__
+from . import checkpoint_commands
 from .terminal import (
     Finite,
     complain,
@@ -133,7 +133,7 @@ def doctor(as_json: bool) -> None:
 
 def _architectures(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
     """The one asked for, or all."""
-    from .backends.cute import ARCHITECTURES
+    from ..backends.cute import ARCHITECTURES
 
     if value is None:
         return ARCHITECTURES
@@ -161,7 +161,7 @@ def kernels(arch: tuple[str, ...], as_json: bool) -> int:
     return 1 if faults else 0
 
 
-for command in commands.ALL:
+for command in checkpoint_commands.ALL:
     cli.add_command(command)
 
 

@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 import torch
 
-from . import check, contract, dispatch
+from .. import check, contract
+from ..operators import dispatch
 
 
 def warmup(

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import torch
 
-from .backends import chain, cpu, cute
+from ..backends import chain, cpu, cute
 
 BACKENDS: tuple[ModuleType, ...] = (cute, chain, cpu)
 """Fastest first. A backend is a module with NAME, ``serves(device) -> (bool, reason)`` and
-``run(inputs, eps, buffers, accumulate, modulation)``."""
+``fc1_swiglu(inputs, eps, buffers, accumulate, modulation)``."""
 
 
 class Verdict(NamedTuple):

@@ -1,0 +1,1 @@
+"""What a caller calls: the public functions and their torch.library forms."""

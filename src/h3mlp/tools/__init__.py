@@ -1,0 +1,1 @@
+"""What the ``h3mlp`` command shows."""
