@@ -3,7 +3,7 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from h3mlp import contract, prepare_fc1_weight_fp8, synthetic
+from h3mlp import contract, prepare_fc1_weight_fp8, prepare_fc2_weight_fp8, reference, synthetic
 
 HIDDEN, FFN, TABLE_ROWS = 384, 128, 4
 """Small, and with every shape of remainder: 48 vectors pad to 64."""
@@ -17,8 +17,20 @@ def make_inputs(
     return contract.FC1Inputs(*layer.activations, *prepare_fc1_weight_fp8(layer.weight))
 
 
-def without_adaln(inputs: contract.FC1Inputs) -> contract.FC1Inputs:
-    return inputs._replace(adaln_scale=None, adaln_shift=None, adaln_index=None)
+def make_mlp_inputs(
+    rows: int, hidden: int = HIDDEN, ffn: int = FFN, table_rows: int = TABLE_ROWS, seed: int = 0
+) -> contract.MLPInputs:
+    """A synthetic batch and its prepared weights, with a residual that is not x."""
+    mlp = synthetic.mlp(rows, hidden, ffn, table_rows, seed)
+    weights = *prepare_fc1_weight_fp8(mlp.fc1.weight), *prepare_fc2_weight_fp8(mlp.fc2_weight)
+    inputs = contract.MLPInputs(*mlp.activations, *weights)
+    return inputs._replace(residual=mlp.residual.flip(-1))
+
+
+def without_adaln(inputs):
+    """The same without what the token refiner has not."""
+    names = ("adaln_scale", "adaln_shift", "adaln_index", "gate")
+    return inputs._replace(**{name: None for name in names if name in inputs._fields})
 
 
 def edge_inputs() -> contract.FC1Inputs:
@@ -35,6 +47,14 @@ def edge_inputs() -> contract.FC1Inputs:
     return inputs
 
 
+def mlp_edge_inputs() -> contract.MLPInputs:
+    """The same rows for the MLP, with zeros and NaN in the residual where they must stay."""
+    fc1, inputs = edge_inputs(), make_mlp_inputs(6)
+    inputs.residual[4, ::2] = -0.0
+    inputs.residual[4, 1] = torch.nan
+    return inputs._replace(**fc1._asdict())
+
+
 def nan_buffers(
     rows: int, hidden: int = HIDDEN, ffn: int = FFN, device: torch.device | str = "cpu"
 ) -> contract.FC1Buffers:
@@ -46,6 +66,53 @@ def nan_buffers(
     )
 
 
+def nan_mlp_buffers(
+    rows: int, hidden: int = HIDDEN, ffn: int = FFN, device: torch.device | str = "cpu"
+) -> contract.MLPBuffers:
+    fc1 = nan_buffers(rows, hidden, ffn, device)
+    of_y = nan_buffers(rows, ffn, hidden, device)
+    return contract.MLPBuffers(of_y.out, *fc1[1:], fc1.out, *of_y[1:])
+
+
+def ulp(t: torch.Tensor) -> torch.Tensor:
+    """The distance from |t| to the next BF16 number, FP32."""
+    next_up = (bits(t.abs()) + 1).view(contract.ACTIVATION)
+    return next_up.float() - t.abs().float()
+
+
+def mlp_outside(out: torch.Tensor, o: torch.Tensor, inputs: contract.MLPInputs) -> torch.Tensor:
+    """Where out is farther from that of this o than the original's public test lets it be: 1e-2 + 1.6e-2 of it, and an
+    ulp each of o, times the gate, of p and of out. A NaN where only one has it is too far."""
+    index, gate, residual = inputs.adaln_index, inputs.gate, inputs.residual
+    want = reference.gated_residual(o, gate, residual, index)
+    if index is None:
+        factor, p = torch.ones_like(o), o
+    else:
+        factor = gate[torch.where((index >= 0) & (index < gate.shape[0]), index, 0)]
+        p = factor * o
+    bound = 1e-2 + 1.6e-2 * want.float().abs() + factor.float().abs() * ulp(o) + ulp(p) + ulp(want)
+    close = (out.float() - want.float()).abs() <= bound
+    return ~close & ~(out.isnan() & want.isnan()) & ~(bits(out) == bits(want))
+
+
+def assert_mlp(got: contract.MLPBuffers, inputs: contract.MLPInputs, **options) -> None:
+    """What the CPU wrote: codes and scales of x to the bit; y as FC1's tests allow it; codes and scales of y to the
+    bit, of the y that was written; and out by the rule of the original's public test, with the exact o of those codes
+    and with no exception. FP32 sums of so few products are off by 2^-18: at least 99% of out has its very bits."""
+    want = reference.fc1_swiglu_fp8(*inputs.fc1, **options, return_intermediates=True)
+    assert torch.equal(bits(got.workspace_a_q), bits(want.a_q))
+    assert torch.equal(got.workspace_a_scale, want.s_row)
+    torch.testing.assert_close(got.workspace_y, want.y, rtol=2**-6, atol=1e-4, equal_nan=True)
+    s_y = reference.row_scale(got.workspace_y)
+    y_q = reference.quantize(got.workspace_y, s_y)
+    assert torch.equal(got.workspace_y_scale, s_y)
+    assert torch.equal(bits(got.workspace_y_q), bits(y_q))
+    o = reference.dequantize(reference.accumulate(y_q, inputs.fc2_weight_q), s_y, inputs.fc2_weight_scale)
+    assert not mlp_outside(got.out, o, inputs).any()
+    exact = reference.gated_residual(o, inputs.gate, inputs.residual, inputs.adaln_index)
+    assert ((got.out == exact) | (got.out.isnan() & exact.isnan())).float().mean() >= 0.99
+
+
 def shifted(t: torch.Tensor) -> torch.Tensor:
     """The same values, contiguous, one element beyond where an allocation begins: aligned to nothing wider."""
     return t.new_empty(t.numel() + 1)[1:].view(t.shape).copy_(t)
@@ -54,6 +121,16 @@ def shifted(t: torch.Tensor) -> torch.Tensor:
 def bits(t: torch.Tensor) -> torch.Tensor:
     """The tensor's bits: what "equal" means where NaN and -0 count."""
     return t.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
+
+
+def float8_allclose(a, b, **options):
+    """torch.allclose has no float8; opcheck calls it on every argument to see that none was written."""
+    if a.dtype == contract.QUANTIZED:
+        return torch.equal(bits(a), bits(b))
+    return ALLCLOSE(a, b, **options)
+
+
+ALLCLOSE = torch.allclose
 
 
 class Allocations(TorchDispatchMode):

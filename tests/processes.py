@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import make_inputs, nan_buffers, without_adaln
+from helpers import make_inputs, make_mlp_inputs, nan_buffers, nan_mlp_buffers, without_adaln
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
-from h3mlp import FC1SwiGLU, PackedFC1, contract, fc1_swiglu_fp8
+from h3mlp import FC1SwiGLU, PackedFC1, contract, fc1_swiglu_fp8, mlp_fp8
 from h3mlp.distributed import shard
 
 
@@ -103,6 +103,29 @@ def distributed_tensors(
                 assert torch.equal(y.to_local(), expected.to_local()), names
             with pytest.raises(ValueError, match="out must be None, since there are DTensors among the arguments"):
                 fc1_swiglu_fp8(*tensors, out=distribute_tensor(torch.empty_like(want), mesh, of_out))
+
+
+def mlp_rows(rank: int, world: int, device: torch.device, rows: int, hidden: int, ffn: int) -> None:
+    """The whole MLP, rows split by hand and as DTensors."""
+    inputs = contract.MLPInputs(*(t.to(device) for t in make_mlp_inputs(rows, hidden, ffn)))
+    own = slice(rank * rows // world, (rank + 1) * rows // world)
+    buffers = nan_mlp_buffers(rows // world, hidden, ffn, device)
+    assert torch.equal(mlp_fp8(*inputs.rows(own), **buffers._asdict()), mlp_fp8(*inputs)[own])
+    mesh = init_device_mesh(device.type, (world,))
+    for given in (inputs, without_adaln(inputs)):
+        want = mlp_fp8(*given)
+        split = ("x", "adaln_index", "residual")
+        tensors = [
+            t
+            if t is None
+            else distribute_tensor(t, mesh, [Shard(0) if name in split else Replicate()], src_data_rank=None)
+            for name, t in given._asdict().items()
+        ]
+        got = mlp_fp8(*tensors)
+        assert got.placements == (Shard(0),)
+        assert torch.equal(got.to_local(), want[own])
+        with pytest.raises(ValueError, match="out must be None, since there are DTensors among the arguments"):
+            mlp_fp8(*tensors, out=distribute_tensor(torch.empty_like(want), mesh, [Shard(0)]))
 
 
 def distributed_module(rank: int, world: int, device: torch.device, rows: int, hidden: int, ffn: int) -> None:

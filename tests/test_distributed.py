@@ -14,7 +14,9 @@ from h3mlp.distributed import shard
 ROWS = 96
 
 
-@pytest.mark.parametrize("work", [processes.split_rows, processes.split_columns, processes.distributed_module])
+@pytest.mark.parametrize(
+    "work", [processes.split_rows, processes.split_columns, processes.distributed_module, processes.mlp_rows]
+)
 def test_two_processes(work):
     processes.run(work, 2, "gloo", ("cpu",), ROWS, HIDDEN, 256)
 

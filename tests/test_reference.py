@@ -7,6 +7,7 @@ import numpy as np
 import numpy_contract as oracle
 import pytest
 import torch
+from helpers import make_mlp_inputs, mlp_edge_inputs, without_adaln
 from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -291,6 +292,36 @@ def test_whole_operator_against_numpy(inputs):
     oracle.assert_same_bits(got.h, oracle.from_torch(torch.cat([gate, up], 1)), "h")
     assert (oracle.from_torch(got.y).astype(np.float32) == y.astype(np.float32)).mean() >= 0.999
     assert torch.equal(reference.fc1_swiglu_fp8(*inputs), got.y)
+
+
+@given(
+    bf16_matrix(6, 32),
+    bf16_matrix(3, 32),
+    bf16_matrix(6, 32),
+    st.lists(st.sampled_from([0, 1, 2, -1, 3, -(2**31), 2**31 - 1]), min_size=6, max_size=6),
+    st.sampled_from([np.int32, np.int64, None]),
+)
+def test_gated_residual(o, gate, residual, index, dtype):
+    """NaN of any payload equals any other where a sum made it; a residual that is only passed on keeps its bits."""
+    index = None if dtype is None else np.array(index, dtype)
+    with np.errstate(all="ignore"):
+        want = oracle.gated_residual(o, gate, residual, index)
+    got = both(reference.gated_residual, o, None if index is None else gate, residual, index)
+    oracle.assert_same_bits(got, want)
+    if index is not None:
+        outside = (index < 0) | (index > 2)
+        assert (oracle.from_torch(got).view(np.uint16) == residual.view(np.uint16))[outside].all()
+
+
+@pytest.mark.parametrize("inputs", [make_mlp_inputs(33), without_adaln(make_mlp_inputs(33)), mlp_edge_inputs()])
+def test_the_mlp_against_numpy(inputs):
+    """From the reference's own y on, bit for bit: all that follows is products, sums and one exact accumulation."""
+    got = reference.mlp_fp8(*inputs, return_intermediates=True)
+    operands = [got.y, *inputs[-2:], inputs.gate, inputs.residual, inputs.adaln_index]
+    want = oracle.stage3(*(None if t is None else oracle.from_torch(t) for t in operands))
+    for name, expected in zip(("s_y", "y_q", "acc2", "o", "out"), want, strict=True):
+        oracle.assert_same_bits(getattr(got, name), expected, name)
+    assert torch.equal(got.y.isnan(), reference.fc1_swiglu_fp8(*inputs.fc1).isnan())
 
 
 class TestEdgeRows:

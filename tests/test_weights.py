@@ -4,7 +4,7 @@ import torch
 from helpers import FFN, HIDDEN, Allocations, bits
 
 import h3mlp
-from h3mlp import contract
+from h3mlp import contract, synthetic
 
 
 def prepared_equals(weight, chunk_rows=2048):
@@ -150,3 +150,109 @@ class TestPackedFC1:
         ):
             with pytest.raises(ValueError, match=match):
                 h3mlp.PackedFC1(*arguments)
+
+
+class TestFC2:
+    @pytest.fixture
+    def weight(self):
+        return synthetic.mlp(1, HIDDEN, FFN).fc2_weight
+
+    @pytest.mark.parametrize("chunk_rows", [1, 7, 128, 1024])
+    def test_prepare_is_bitwise_for_any_chunk(self, weight, chunk_rows):
+        weight = weight.clone()
+        weight[0] = 0
+        weight[1, 3] = 3e38
+        weight[2, 5] = torch.nan
+        weight[3] *= 2.0**-120
+        weight[4, 0] = torch.inf
+        q, s = h3mlp.prepare_fc2_weight_fp8(weight, chunk_rows)
+        want_q, want_s = oracle.prepare_fc2(oracle.from_torch(weight))
+        oracle.assert_same_bits(s, want_s, "scale")
+        oracle.assert_same_bits(q, want_q, "codes")
+        assert s[2].isnan()
+
+    def test_rows_are_those_of_fc1s_formula(self, weight):
+        """Codes and scales of a row do not depend on which weight it belongs to."""
+        q, s = h3mlp.prepare_fc2_weight_fp8(weight)
+        square = weight[:, :FFN].contiguous()
+        of_fc1 = h3mlp.prepare_fc1_weight_fp8(square)
+        assert torch.equal(bits(h3mlp.unpack_fc1_rows(of_fc1[0])), bits(q))
+        assert torch.equal(h3mlp.unpack_fc1_rows(of_fc1[1]), s)
+
+    def test_any_strides_and_no_graph(self, weight):
+        want = h3mlp.prepare_fc2_weight_fp8(weight)
+        for view in (weight.T.contiguous().T, torch.nn.Parameter(weight)):
+            q, s = h3mlp.prepare_fc2_weight_fp8(view)
+            assert torch.equal(bits(q), bits(want[0]))
+            assert torch.equal(s, want[1])
+            assert not q.requires_grad
+
+    def test_memory_is_the_outputs_and_one_chunk(self, weight):
+        """With chunks of 16 rows: scales, 16 rows in FP32, codes, and nothing else above an eighth of the chunk."""
+        with Allocations() as made:
+            h3mlp.prepare_fc2_weight_fp8(weight, chunk_rows=16)
+        chunk = 16 * FFN * 4
+        assert sorted(size for size in made.sizes if size > chunk // 8) == [4 * HIDDEN, chunk, HIDDEN * FFN]
+
+    @pytest.mark.parametrize(
+        ("change", "match"),
+        [
+            (lambda t: t.float(), r"fc2_weight must be bfloat16 \[H, F\] .*; it is float32 \[384, 128\]"),
+            (lambda t: t[:100], r"fc2_weight must be .* H a multiple of 128 and F of 64; it is bfloat16 \[100, 128\]"),
+            (lambda t: t[:, :96], r"it is bfloat16 \[384, 96\]"),
+            (lambda t: t[:0], r"it is bfloat16 \[0, 128\]"),
+            (lambda t: t[0], r"it is bfloat16 \[128\]"),
+            (lambda _: None, "fc2_weight must be a dense torch.Tensor; it is None"),
+        ],
+    )
+    def test_refuses(self, weight, change, match):
+        for prepare in (h3mlp.prepare_fc2_weight_fp8, lambda w: h3mlp.PackedMLP.from_bf16(weight, w)):
+            with pytest.raises(ValueError, match=match):
+                prepare(change(weight))
+        with pytest.raises(ValueError, match="chunk_rows must be a positive int; it is 0"):
+            h3mlp.prepare_fc2_weight_fp8(weight, chunk_rows=0)
+
+    def test_the_models_prepare_checks_its_dimensions(self, weight):
+        with pytest.raises(ValueError, match=r"fc2_weight must be \[5376, 14336\], the FC2 weight of MiniMax-H3"):
+            h3mlp.prepare_minimax_h3_fc2_weight_fp8(weight)
+
+
+class TestPackedMLP:
+    @pytest.fixture
+    def packed(self, layer):
+        return h3mlp.PackedMLP.from_bf16(layer.weight, synthetic.mlp(1, HIDDEN, FFN).fc2_weight)
+
+    def test_carries_both_weights(self, layer, packed):
+        gate = torch.ones_like(layer.adaln_scale)
+        got = h3mlp.mlp_fp8(*layer.activations, gate, layer.x, *packed)
+        weights = *packed.fc1, packed.fc2_weight, packed.fc2_scale
+        assert torch.equal(got, h3mlp.mlp_fp8(*layer.activations, gate, layer.x, *weights))
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(packed.to("cpu"), packed, strict=True))
+
+    def test_dequantize(self, packed):
+        """Bound of ``TestPackedFC1.test_dequantize_is_within_half_a_step``, for FC2 a scale a row."""
+        fc1, fc2 = packed.dequantize()
+        assert torch.equal(fc1, packed.fc1.dequantize())
+        weight = synthetic.mlp(1, HIDDEN, FFN).fc2_weight.float()
+        error = (fc2.float() - weight).abs()
+        assert (error <= weight.abs() * (2**-4 + 2**-9) + packed.fc2_scale[:, None] * 2**-10).all()
+        assert error.max() > 0
+
+    def test_halves_the_other_way_round(self, layer, packed):
+        gate, up = layer.weight.chunk(2)
+        other = h3mlp.PackedMLP.from_bf16(torch.cat([up, gate]), synthetic.mlp(1, HIDDEN, FFN).fc2_weight, "up_gate")
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(packed, other, strict=True))
+
+    def test_refuses(self, packed):
+        fc1, weight, scale = packed.fc1, packed.fc2_weight, packed.fc2_scale
+        for match, arguments in (
+            ("fc1 must be an h3mlp.PackedFC1", (tuple(fc1), weight, scale)),
+            (r"fc2_weight must be float8_e4m3fn \[384, 128\], as FC1's weight says", (fc1, weight.T, scale)),
+            (r"fc2_weight must be float8_e4m3fn", (fc1, weight.float(), scale)),
+            ("fc2_weight must be contiguous", (fc1, weight.T.contiguous().T, scale)),
+            (r"fc2_scale must be float32 \[384\]", (fc1, weight, scale[:-1])),
+            ("fc2_scale must be on cpu", (fc1, weight, scale.to("meta"))),
+            ("fc2_scale must be a dense torch.Tensor", (fc1, weight, 1.0)),
+        ):
+            with pytest.raises(ValueError, match=match):
+                h3mlp.PackedMLP(*arguments)

@@ -97,15 +97,23 @@ def fc1_weight(value: object) -> None:
         raise ValueError("fc1_weight must have its gate rows before its up rows; its tag says that it is packed")
 
 
+def fc2_weight(value: object) -> None:
+    tensor("fc2_weight", value)
+    if value.dtype != contract.ACTIVATION or not _is_fc2_shape(value):
+        refuse("fc2_weight", f"bfloat16 {_fc2_shape()}", value)
+
+
 def norm_weight(name: str, value: object, hidden: int, device: torch.device) -> None:
     tensor(name, value)
     vector(name, value, (contract.ACTIVATION,), hidden, device)
 
 
-def model_weight(name: str, value: torch.Tensor) -> None:
+def model_weight(
+    name: str, value: torch.Tensor, shape: tuple[int, int] = (contract.FC1_ROWS, contract.HIDDEN), layer: str = "FC1"
+) -> None:
     """The dimensions of MiniMax-H3; every other argument is then checked against the weight."""
-    if tuple(value.shape) != (contract.FC1_ROWS, contract.HIDDEN):
-        refuse(name, f"[{contract.FC1_ROWS}, {contract.HIDDEN}], the FC1 weight of MiniMax-H3", value)
+    if tuple(value.shape) != shape:
+        refuse(name, f"{list(shape)}, the {layer} weight of MiniMax-H3", value)
 
 
 def packed_weight(
@@ -123,6 +131,24 @@ def packed_weight(
     _packed(name_scale, weight_scale)
 
 
+def fc2_weight_q(
+    weight_q: torch.Tensor,
+    weight_scale: torch.Tensor,
+    shape: tuple[int, int],
+    device: torch.device,
+    names: tuple[str, str] = ("fc2_weight_q", "fc2_weight_scale"),
+) -> None:
+    """``shape``: [H, F], as FC1's weight says."""
+    name_q, name_scale = names
+    if weight_q.dtype is not contract.QUANTIZED or tuple(weight_q.shape) != shape:
+        refuse(name_q, f"float8_e4m3fn {list(shape)}, as FC1's weight says", weight_q)
+    contiguous(name_q, weight_q, device)
+    vector(name_scale, weight_scale, (contract.SCALE,), shape[0], device)
+    for name, value in zip(names, (weight_q, weight_scale), strict=True):
+        if contract.row_order(value) == contract.PACKED:
+            raise ValueError(f"{name} must have FC2's rows in their order; its tag says that they are packed as FC1's")
+
+
 def _fc1_shape() -> str:
     return f"[2F, H] with F a multiple of {contract.FFN_MULTIPLE} and H of {contract.HIDDEN_MULTIPLE}"
 
@@ -134,6 +160,17 @@ def _is_fc1_shape(value: torch.Tensor) -> bool:
     rows, hidden = shape
     fits = rows % (2 * contract.FFN_MULTIPLE) == 0 and hidden % contract.HIDDEN_MULTIPLE == 0
     return fits and rows > 0 and hidden > 0
+
+
+def _fc2_shape() -> str:
+    return f"[H, F] with H a multiple of {contract.HIDDEN_MULTIPLE} and F of {contract.FFN_MULTIPLE}"
+
+
+def _is_fc2_shape(value: torch.Tensor) -> bool:
+    if value.dim() != 2:
+        return False
+    hidden, ffn = value.shape
+    return hidden > 0 and ffn > 0 and hidden % contract.HIDDEN_MULTIPLE == 0 and ffn % contract.FFN_MULTIPLE == 0
 
 
 def placed(name: str, value: torch.Tensor, device: torch.device) -> None:

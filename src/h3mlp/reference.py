@@ -1,7 +1,7 @@
 """The arithmetic contract (``h3mlp.contract``) in plain torch, one function a formula line: slow, exact, any device.
 
-Stage 1 is the definition that every backend must reproduce bit for bit. Stage 2 accumulates in FP64, where it is exact:
-a product of two E4M3 numbers is a multiple of 2^-18 below 2^18, so a sum of up to 2^17 of them fits in 53 bits.
+Stage 1 is the definition that every backend must reproduce bit for bit. The GEMMs accumulate in FP64, where they are
+exact: a product of two E4M3 numbers is a multiple of 2^-18 below 2^18, so a sum of up to 2^17 of them fits in 53 bits.
 """
 
 from dataclasses import dataclass
@@ -28,11 +28,22 @@ class Stage1:
 
 @dataclass(frozen=True)
 class Intermediates(Stage1):
-    """Every value of the contract. ``h`` has gate columns first, then up columns."""
+    """Every value of FC1's contract. ``h`` has gate columns first, then up columns."""
 
     acc: torch.Tensor  # FP32 [M, 2F], packed column order
     h: torch.Tensor  # BF16 [M, 2F]
     y: torch.Tensor  # BF16 [M, F]
+
+
+@dataclass(frozen=True)
+class MLPIntermediates(Intermediates):
+    """Every value of the MLP's."""
+
+    s_y: torch.Tensor  # FP32 [M]
+    y_q: torch.Tensor  # E4M3 [M, F]
+    acc2: torch.Tensor  # FP32 [M, H]
+    o: torch.Tensor  # BF16 [M, H]
+    out: torch.Tensor  # BF16 [M, H]
 
 
 def divide(a: torch.Tensor, b: torch.Tensor | float) -> torch.Tensor:
@@ -117,7 +128,7 @@ def e4m3_scale(amax: torch.Tensor) -> torch.Tensor:
 
 
 def row_scale(a: torch.Tensor) -> torch.Tensor:
-    """Step 7: BF16 [M, H] to FP32 [M]."""
+    """Steps 7 and 12: BF16 [M, N] to FP32 [M]."""
     magnitude = a.float().abs().nan_to_num_(nan=0.0, posinf=torch.inf)
     return e4m3_scale(magnitude.amax(-1))
 
@@ -130,7 +141,7 @@ def saturate_(v: torch.Tensor) -> torch.Tensor:
 
 
 def quantize(a: torch.Tensor, s_row: torch.Tensor) -> torch.Tensor:
-    """Step 8: BF16 [M, H] and FP32 [M] to E4M3 [M, H]."""
+    """Steps 8 and 13: BF16 [M, N] and FP32 [M] to E4M3 [M, N]."""
     return saturate_(divide(a.float(), s_row[:, None])).to(contract.QUANTIZED)
 
 
@@ -153,13 +164,13 @@ def norm_quant(
 
 
 def accumulate(a_q: torch.Tensor, w_q: torch.Tensor) -> torch.Tensor:
-    """Step 9: E4M3 [M, H] and packed E4M3 [2F, H] to FP32 [M, 2F], exact up to the one rounding to FP32."""
+    """Steps 9 and 14: E4M3 [M, K] and E4M3 [N, K] to FP32 [M, N], exact up to the one rounding to FP32."""
     a = a_q.double()
     return torch.cat([(a @ rows.double().T).float() for rows in w_q.split(ACCUMULATE_ROWS)], dim=1)
 
 
 def dequantize(acc: torch.Tensor, s_row: torch.Tensor, w_scale: torch.Tensor) -> torch.Tensor:
-    """Step 10: FP32 [M, 2F] to BF16 [M, 2F]."""
+    """Steps 10 and 15: FP32 [M, N] to BF16 [M, N]."""
     return (acc * s_row[:, None] * w_scale).bfloat16()
 
 
@@ -178,6 +189,18 @@ def silu(v: torch.Tensor) -> torch.Tensor:
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Step 11: BF16 [M, F]."""
     return (silu(gate).float() * up.float()).bfloat16()
+
+
+def gated_residual(
+    o: torch.Tensor, gate: torch.Tensor | None, residual: torch.Tensor, index: torch.Tensor | None
+) -> torch.Tensor:
+    """Step 16: BF16 [M, H] from o and residual [M, H], gate [R, H] and index [M]. BF16 torch rounds after each
+    operation, a NaN of a residual aside, whose bits ``where`` alone keeps."""
+    if index is None:
+        return residual + o
+    inside = (index >= 0) & (index < gate.shape[0])
+    p = gate[torch.where(inside, index, 0)] * o
+    return torch.where(inside[:, None], residual + p, residual)
 
 
 def fc1_swiglu_fp8(
@@ -204,3 +227,46 @@ def fc1_swiglu_fp8(
     if not return_intermediates:
         return y
     return Intermediates(**vars(stage1), acc=acc, h=torch.cat([gate, up], dim=-1), y=y)
+
+
+def mlp_fp8(
+    x: torch.Tensor,
+    x_norm_weight: torch.Tensor,
+    adaln_scale: torch.Tensor | None,
+    adaln_shift: torch.Tensor | None,
+    adaln_index: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    residual: torch.Tensor,
+    fc1_weight_q: torch.Tensor,
+    fc1_weight_scale: torch.Tensor,
+    fc2_weight_q: torch.Tensor,
+    fc2_weight_scale: torch.Tensor,
+    *,
+    eps: float = contract.EPS,
+    modulation: str = "fused",
+    return_intermediates: bool = False,
+) -> torch.Tensor | MLPIntermediates:
+    """The MLP, composed from the functions above. Arguments as ``h3mlp.mlp_fp8``, which checks them.
+
+    Returns out, BF16 [M, H], or all ``MLPIntermediates`` on request.
+    """
+    fc1 = fc1_swiglu_fp8(
+        x,
+        x_norm_weight,
+        adaln_scale,
+        adaln_shift,
+        adaln_index,
+        fc1_weight_q,
+        fc1_weight_scale,
+        eps=eps,
+        modulation=modulation,
+        return_intermediates=True,
+    )
+    s_y = row_scale(fc1.y)
+    y_q = quantize(fc1.y, s_y)
+    acc2 = accumulate(y_q, fc2_weight_q)
+    o = dequantize(acc2, s_y, fc2_weight_scale)
+    out = gated_residual(o, gate, residual, adaln_index)
+    if not return_intermediates:
+        return out
+    return MLPIntermediates(**vars(fc1), s_y=s_y, y_q=y_q, acc2=acc2, o=o, out=out)

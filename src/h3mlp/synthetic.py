@@ -1,4 +1,4 @@
-"""A synthetic FC1 layer in BF16 and what it computes there: the input of the demo, the benchmarks and the tests."""
+"""A synthetic MLP in BF16 and what it computes there: the input of the demo, the benchmarks and the tests."""
 
 from dataclasses import dataclass, fields, replace
 
@@ -37,13 +37,47 @@ class Layer:
     def forward_bf16(self, eps: float = contract.EPS) -> torch.Tensor:
         """The layer in plain BF16 torch, the one that the operator replaces: BF16 [M, F]."""
         blocks = zip(self.x.split(BLOCK_ROWS), self.adaln_index.split(BLOCK_ROWS), strict=True)
-        return torch.cat([self._block_bf16(x, index, eps) for x, index in blocks])
+        return torch.cat([self.block_bf16(x, index, eps) for x, index in blocks])
 
-    def _block_bf16(self, x: torch.Tensor, index: torch.Tensor, eps: float) -> torch.Tensor:
+    def block_bf16(self, x: torch.Tensor, index: torch.Tensor, eps: float) -> torch.Tensor:
+        """Likewise for other rows, all at once."""
         n = F.rms_norm(x, x.shape[-1:], self.x_norm_weight, eps)
         a = n * (1 + self.adaln_scale[index]) + self.adaln_shift[index]
         gate, up = F.linear(a, self.weight).chunk(2, dim=-1)
         return F.silu(gate) * up
+
+
+@dataclass(frozen=True)
+class MLP:
+    """One MLP and a batch for it. Shapes as in ``contract.MLPInputs``; ``fc2_weight`` is BF16 [H, F]."""
+
+    fc1: Layer
+    gate: torch.Tensor
+    residual: torch.Tensor
+    fc2_weight: torch.Tensor
+
+    @property
+    def activations(self) -> tuple[torch.Tensor, ...]:
+        """The operator's arguments before the weights."""
+        return *self.fc1.activations, self.gate, self.residual
+
+    def to(self, device: torch.device) -> "MLP":
+        return MLP(self.fc1.to(device), *(t.to(device) for t in (self.gate, self.residual, self.fc2_weight)))
+
+    def rows(self, chosen: torch.Tensor) -> "MLP":
+        """The same MLP with these rows of the batch."""
+        return replace(self, fc1=self.fc1.rows(chosen), residual=self.residual[chosen])
+
+    def forward_bf16(self, eps: float = contract.EPS) -> torch.Tensor:
+        """The half of a block in plain BF16 torch, the one that the operator replaces: BF16 [M, H]."""
+        fc1 = self.fc1
+        blocks = zip(*(t.split(BLOCK_ROWS) for t in (fc1.x, fc1.adaln_index, self.residual)), strict=True)
+        return torch.cat(
+            [
+                residual + self.gate[index] * F.linear(fc1.block_bf16(x, index, eps), self.fc2_weight)
+                for x, index, residual in blocks
+            ]
+        )
 
 
 def layer(
@@ -55,20 +89,38 @@ def layer(
 ) -> Layer:
     """Normal data on the CPU, equal for equal seeds: x of standard deviation 1, weights of 1/sqrt(H) so that h has
     about 1, the norm weight 1 and the AdaLN tables 0 with 0.1 around them, indices uniform."""
+    return _layer(torch.Generator("cpu").manual_seed(seed), rows, hidden, ffn, table_rows)
+
+
+def mlp(
+    rows: int,
+    hidden: int = contract.HIDDEN,
+    ffn: int = contract.FFN,
+    table_rows: int = contract.ADALN_ROWS,
+    seed: int = 0,
+) -> MLP:
+    """``layer`` of the same arguments with an FC2 behind it: weights of standard deviation 1/sqrt(F), gates of 1, and
+    x as the residual."""
     generator = torch.Generator("cpu").manual_seed(seed)
+    fc1 = _layer(generator, rows, hidden, ffn, table_rows)
+    gate = _normal(generator, table_rows, hidden)
+    return MLP(fc1, gate, fc1.x, _normal(generator, hidden, ffn, std=ffn**-0.5))
 
-    def normal(*shape: int, std: float = 1.0, mean: float = 0.0) -> torch.Tensor:
-        # Filled in BF16: an FP32 draft of the weight would take 616 MB.
-        return torch.empty(shape, dtype=contract.ACTIVATION, device="cpu").normal_(mean, std, generator=generator)
 
+def _layer(generator: torch.Generator, rows: int, hidden: int, ffn: int, table_rows: int) -> Layer:
     return Layer(
-        x=normal(rows, hidden),
-        x_norm_weight=normal(hidden, std=0.1, mean=1.0),
-        adaln_scale=normal(table_rows, hidden, std=0.1),
-        adaln_shift=normal(table_rows, hidden, std=0.1),
+        x=_normal(generator, rows, hidden),
+        x_norm_weight=_normal(generator, hidden, std=0.1, mean=1.0),
+        adaln_scale=_normal(generator, table_rows, hidden, std=0.1),
+        adaln_shift=_normal(generator, table_rows, hidden, std=0.1),
         adaln_index=torch.randint(table_rows, (rows,), dtype=torch.int64, device="cpu", generator=generator),
-        weight=normal(2 * ffn, hidden, std=hidden**-0.5),
+        weight=_normal(generator, 2 * ffn, hidden, std=hidden**-0.5),
     )
+
+
+def _normal(generator: torch.Generator, *shape: int, std: float = 1.0, mean: float = 0.0) -> torch.Tensor:
+    # Filled in BF16: an FP32 draft of the weight would take 616 MB.
+    return torch.empty(shape, dtype=contract.ACTIVATION, device="cpu").normal_(mean, std, generator=generator)
 
 
 def as_specified(rows: int, device: torch.device, seed: int = 0) -> Layer:
@@ -87,4 +139,20 @@ def as_specified(rows: int, device: torch.device, seed: int = 0) -> Layer:
         *tables,
         torch.arange(rows, dtype=torch.int32, device=device) * contract.ADALN_ROWS // rows,
         empty(contract.FC1_ROWS, contract.HIDDEN).normal_(0, 0.02, generator=generator),
+    )
+
+
+def mlp_as_specified(rows: int, device: torch.device, seed: int = 0) -> MLP:
+    """``as_specified`` with what the public test of the specified MLP adds: gates within 1 of 0, FC2 weights of
+    N(0, 0.02), a residual of N(0, 1)."""
+    generator = torch.Generator(device).manual_seed(seed + 1)
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=contract.ACTIVATION, device=device)
+
+    return MLP(
+        as_specified(rows, device, seed),
+        empty(contract.ADALN_ROWS, contract.HIDDEN).uniform_(-1, 1, generator=generator),
+        empty(rows, contract.HIDDEN).normal_(generator=generator),
+        empty(contract.HIDDEN, contract.FFN).normal_(0, 0.02, generator=generator),
     )

@@ -1,4 +1,4 @@
-"""FC1 weights: BF16 to FP8 with a scale a row, and the packed row order. Formulas and order: ``h3mlp.contract``."""
+"""Weights: BF16 to FP8 with a scale a row, and FC1's packed row order. Formulas and order: ``h3mlp.contract``."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -72,6 +72,52 @@ def prepare_minimax_h3_fc1_weight_fp8(
     return prepare_fc1_weight_fp8(fc1_weight, chunk_rows)
 
 
+@torch.no_grad()
+def prepare_fc2_weight_fp8(fc2_weight: torch.Tensor, chunk_rows: int = 1024) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize an FC2 weight of any size to FP8 with one scale an output row. The order of its rows stays.
+
+    Args:
+        fc2_weight: BF16 [H, F]; H a multiple of 128, F of 64. Any device.
+        chunk_rows: rows held in FP32 at a time. Extra memory is the two outputs and one such chunk: 59 MB at 1024 rows
+            of 14336.
+
+    Returns:
+        ``(fc2_weight_q, fc2_weight_scale)``: E4M3 [H, F] and FP32 [H] on the weight's device. Formula and treatment of
+        NaN as in ``prepare_fc1_weight_fp8``.
+
+    Raises:
+        ValueError: an argument of wrong type, dtype or shape.
+    """
+    check.fc2_weight(fc2_weight)
+    check.positive_int("chunk_rows", chunk_rows)
+    device = fc2_weight.device
+    weight_q = torch.empty(fc2_weight.shape, dtype=contract.QUANTIZED, device=device)
+    weight_scale = torch.empty(fc2_weight.shape[0], dtype=contract.SCALE, device=device)
+    step = min(chunk_rows, fc2_weight.shape[0])
+    chunk = torch.empty((step, fc2_weight.shape[1]), dtype=torch.float32, device=device)
+    for first in range(0, fc2_weight.shape[0], step):
+        rows = slice(first, first + step)
+        bf16 = fc2_weight[rows]
+        fp32 = chunk[: bf16.shape[0]].copy_(bf16)
+        weight_scale[rows] = scale_rows_(fp32)
+        weight_q[rows] = fp32
+    return weight_q, weight_scale
+
+
+def prepare_minimax_h3_fc2_weight_fp8(
+    fc2_weight: torch.Tensor, chunk_rows: int = 1024
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``prepare_fc2_weight_fp8`` for MiniMax-H3: BF16 [5376, 14336] to E4M3 [5376, 14336] and FP32 [5376], the codes
+    and scales of FlashInfer's function of this name.
+
+    Raises:
+        ValueError: an argument of wrong type, dtype or shape.
+    """
+    check.tensor("fc2_weight", fc2_weight)
+    check.model_weight("fc2_weight", fc2_weight, (contract.HIDDEN, contract.FFN), "FC2")
+    return prepare_fc2_weight_fp8(fc2_weight, chunk_rows)
+
+
 def pack_fc1_rows(rows: torch.Tensor) -> torch.Tensor:
     """Reorder [2F, ...] from gate rows, then up rows, to the packed order. Weights and scales alike; makes a copy.
 
@@ -137,3 +183,53 @@ class PackedFC1:
     def dequantize(self) -> torch.Tensor:
         """BF16 [2F, H], gate rows then up rows: the weight that the codes and scales stand for, for inspection."""
         return unpack_fc1_rows((self.weight.float() * self.scale[:, None]).bfloat16())
+
+
+@dataclass(frozen=True)
+class PackedMLP:
+    """Both prepared weights of an MLP in one object, so that they cannot part.
+
+    Unpacks to the operator's last four arguments:
+    ``mlp_fp8(x, norm, scale, shift, index, gate, residual, *packed)``.
+
+    Attributes:
+        fc1: the FC1 weight, E4M3 [2F, H] and FP32 [2F], packed row order.
+        fc2_weight: E4M3 [H, F], rows and columns in the model's order.
+        fc2_scale: FP32 [H].
+
+    Raises:
+        ValueError: wrong type, dtype, shape or device, or an FC2 of other sizes than FC1's.
+    """
+
+    fc1: PackedFC1
+    fc2_weight: torch.Tensor
+    fc2_scale: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.fc1, PackedFC1):
+            check.refuse("fc1", "an h3mlp.PackedFC1", self.fc1)
+        check.tensor("fc2_weight", self.fc2_weight)
+        check.tensor("fc2_scale", self.fc2_scale)
+        rows, hidden = self.fc1.weight.shape
+        device, names = self.fc1.weight.device, ("fc2_weight", "fc2_scale")
+        check.fc2_weight_q(self.fc2_weight, self.fc2_scale, (hidden, rows // 2), device, names)
+
+    @classmethod
+    def from_bf16(
+        cls, fc1_weight: torch.Tensor, fc2_weight: torch.Tensor, gate_order: str = contract.HALVES
+    ) -> "PackedMLP":
+        """Prepare BF16 [2F, H] and [H, F]. Arguments and errors of ``prepare_fc1_weight_fp8`` and
+        ``prepare_fc2_weight_fp8``."""
+        check.fc2_weight(fc2_weight)  # before the work on the other
+        return cls(PackedFC1.from_bf16(fc1_weight, gate_order=gate_order), *prepare_fc2_weight_fp8(fc2_weight))
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter((*self.fc1, self.fc2_weight, self.fc2_scale))
+
+    def to(self, device: torch.device | str) -> "PackedMLP":
+        """The same weights on another device."""
+        return PackedMLP(self.fc1.to(device), self.fc2_weight.to(device), self.fc2_scale.to(device))
+
+    def dequantize(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """BF16 [2F, H], gate rows then up rows, and BF16 [H, F]: what the codes and scales stand for."""
+        return self.fc1.dequantize(), (self.fc2_weight.float() * self.fc2_scale[:, None]).bfloat16()

@@ -3,7 +3,19 @@
 
 import pytest
 import torch
-from helpers import FFN, bits, make_inputs, nan_buffers, shifted
+from helpers import (
+    FFN,
+    HIDDEN,
+    assert_mlp,
+    bits,
+    make_inputs,
+    make_mlp_inputs,
+    mlp_edge_inputs,
+    nan_buffers,
+    nan_mlp_buffers,
+    shifted,
+    without_adaln,
+)
 from torch.profiler import ProfilerActivity, profile
 
 from h3mlp import contract, reference
@@ -102,6 +114,59 @@ def test_memory_of_stage_2(monkeypatch):
     peak = peak_bytes(lambda: chain.gemm_swiglu(*buffers[1:], *inputs[5:], buffers.out, fast=False))
     assert peak == 1.5 * chain.BLOCK_BYTES
     assert (buffers.out == 0.73046875).all(), "bf16(silu(1))"
+
+
+class TestMLP:
+    @pytest.mark.parametrize("block_bytes", [1, 2**16, 2**28])
+    @pytest.mark.parametrize("rows", [1, 15, 300])
+    def test_in_blocks(self, monkeypatch, calls, rows, block_bytes):
+        """Blocks of one row, of 128 (2^16 bytes of FC1's 256 BF16 columns), and one of all rows."""
+        monkeypatch.setattr(chain, "BLOCK_BYTES", block_bytes)
+        inputs, buffers = make_mlp_inputs(rows), nan_mlp_buffers(rows)
+        chain.mlp(inputs, 1e-5, buffers, "fp32")
+        assert_mlp(buffers, inputs)
+        assert sum(count for count, _ in calls) == 2 * rows, "each row goes through both GEMMs once"
+        out = torch.full_like(buffers.out, torch.nan)
+        chain.mlp(inputs, 1e-5, contract.MLPBuffers(out, *[None] * 5), "fp32")
+        assert torch.equal(bits(out), bits(buffers.out))
+
+    @pytest.mark.usefixtures("calls")
+    @pytest.mark.parametrize("inputs", [mlp_edge_inputs(), without_adaln(make_mlp_inputs(70))])
+    def test_edge_rows_and_no_adaln(self, inputs):
+        buffers = nan_mlp_buffers(len(inputs.x))
+        chain.mlp(inputs, 1e-5, buffers, "fp32")
+        assert_mlp(buffers, inputs)
+
+    @pytest.mark.parametrize(("accumulate", "fast"), [("fp32", False), ("fast", True)])
+    def test_accumulate_reaches_both_gemms(self, calls, accumulate, fast):
+        chain.mlp(make_mlp_inputs(3), 1e-5, nan_mlp_buffers(3), accumulate)
+        assert calls == [(3, fast), (3, fast)]
+
+    @pytest.mark.usefixtures("calls")
+    def test_operands_at_odd_addresses(self):
+        inputs, want = make_mlp_inputs(5), nan_mlp_buffers(5)
+        chain.mlp(inputs, 1e-5, want, "fp32")
+        odd = contract.MLPInputs(*map(shifted, inputs))
+        got = contract.MLPBuffers(*map(shifted, nan_mlp_buffers(5)))
+        chain.mlp(odd, 1e-5, got, "fp32")
+        assert all(torch.equal(bits(a.clone()), bits(b)) for a, b in zip(got, want, strict=True))
+
+    def test_memory_of_the_quantization(self, monkeypatch):
+        """Four blocks, each within BLOCK_BYTES; what remains, less than 2%, is a few values a row."""
+        monkeypatch.setattr(chain, "BLOCK_BYTES", chain.QUANTIZE_BYTES * 5376 * 32)
+        y, y_q = torch.randn(128, 5376).bfloat16(), torch.empty(128, 5376, dtype=contract.QUANTIZED)
+        peak = peak_bytes(lambda: chain.quantize_rows(y, y_q, torch.empty(128)))
+        assert 0.8 < peak / chain.BLOCK_BYTES < 1.02
+
+    def test_memory_of_stage_3(self, monkeypatch):
+        """Four blocks: o, the gate's rows and what torch needs to gather them, within BLOCK_BYTES."""
+        monkeypatch.setattr(chain, "BLOCK_BYTES", 256 * 4 * HIDDEN * 2)
+        monkeypatch.setattr(chain, "scaled_mm", lambda a, w, *_: torch.ones(len(a), len(w), dtype=torch.bfloat16))
+        inputs, buffers = make_mlp_inputs(1024), nan_mlp_buffers(1024)
+        y_q, s_y = buffers.workspace_y_q, buffers.workspace_y_scale
+        peak = peak_bytes(lambda: chain.gemm_gated_residual(y_q, s_y, inputs, buffers.out, fast=False))
+        assert 0.4 < peak / chain.BLOCK_BYTES < 1.02
+        assert torch.equal(buffers.out, inputs.residual + inputs.gate[inputs.adaln_index])
 
 
 class TestServes:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import FFN, HIDDEN, TABLE_ROWS, bits, make_inputs, nan_buffers, without_adaln
+from helpers import FFN, HIDDEN, TABLE_ROWS, bits, float8_allclose, make_inputs, nan_buffers, without_adaln
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -380,16 +380,6 @@ class TestWhoSeesAnOperator:
 
         got = h3mlp.fc1_swiglu_fp8(*inputs._replace(x=inputs.x.as_subclass(Sub)))
         assert torch.equal(got, h3mlp.fc1_swiglu_fp8(*inputs))
-
-
-def float8_allclose(a, b, **options):
-    """torch.allclose has no float8; opcheck calls it on every argument to see that none was written."""
-    if a.dtype == contract.QUANTIZED:
-        return torch.equal(bits(a), bits(b))
-    return ALLCLOSE(a, b, **options)
-
-
-ALLCLOSE = torch.allclose
 
 
 class TestTorchOperators:

@@ -1,8 +1,13 @@
-"""What runs the operator on a device, and what its ways to do that share."""
+"""What runs the operators on a device, and what its ways to do that share."""
+
+from collections.abc import Iterator
 
 import torch
 
 from .. import contract, reference
+
+ROW_TILE = 256
+"""Blocks are a multiple of this many rows where they can be: no GEMM tile but the last is cut."""
 
 ALIGNMENT = 16
 """Bytes: where a tensor must begin that TMA, cuBLASLt or CUTLASS reads or writes, or that a kernel reads in vectors."""
@@ -39,3 +44,49 @@ def reference_stage1(
         found = reference.norm_quant(x[block], *others, index, eps, modulation)
         s_row[block], a_q[block] = found.s_row, found.a_q
         del found  # or its n, a and a_q, 5 bytes an element, would still be there in the next block
+
+
+def mlp_blocks(
+    inputs: contract.MLPInputs, buffers: contract.MLPBuffers, most_rows: int
+) -> Iterator[tuple[contract.MLPInputs, contract.MLPBuffers]]:
+    """What each block of rows reads and writes: as few blocks as there can be of at most ``most_rows``, and as even.
+    Workspaces that are not given are the same memory for every block."""
+    x, ffn = inputs.x, inputs.fc2_weight_q.shape[1]
+    rows, hidden = x.shape
+    step = -(-rows // -(-rows // most_rows))
+    step = min(step + -step % ROW_TILE, most_rows)
+    spare = contract.MLPBuffers(
+        out=None,
+        workspace_a_q=x.new_empty((step, hidden), dtype=contract.QUANTIZED),
+        workspace_a_scale=x.new_empty(step, dtype=contract.SCALE),
+        workspace_y=x.new_empty((step, ffn)),
+        workspace_y_q=x.new_empty((step, ffn), dtype=contract.QUANTIZED),
+        workspace_y_scale=x.new_empty(step, dtype=contract.SCALE),
+    )
+    for first in range(0, rows, step):
+        block = slice(first, min(first + step, rows))
+        count = block.stop - first
+        pairs = zip(buffers, spare, strict=True)
+        yield inputs.rows(block), contract.MLPBuffers(*(s[:count] if b is None else b[block] for b, s in pairs))
+
+
+def quantize_rows(y: torch.Tensor, y_q: torch.Tensor, s_y: torch.Tensor, block_rows: int) -> None:
+    """Steps 12 and 13, y [M, F] to codes y_q [M, F] and scales s_y [M] by the reference, ``block_rows`` rows at a
+    time."""
+    for first in range(0, y.shape[0], block_rows):
+        block = slice(first, first + block_rows)
+        s_y[block] = reference.row_scale(y[block])
+        y_q[block] = reference.quantize(y[block], s_y[block])
+
+
+def gated_residual_(
+    o: torch.Tensor, gate: torch.Tensor | None, residual: torch.Tensor, index: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """Step 16 as ``reference.gated_residual``, in the memory of ``o``. ``out`` may be ``residual``."""
+    if index is None:
+        torch.add(residual, o, out=out)
+        return
+    inside = (index >= 0) & (index < gate.shape[0])
+    o *= gate[torch.where(inside, index, 0)]
+    o += residual
+    torch.where(inside[:, None], o, residual, out=out)

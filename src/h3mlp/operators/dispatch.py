@@ -9,7 +9,7 @@ import torch
 from ..backends import chain, cpu, cute
 
 BACKENDS: tuple[ModuleType, ...] = (cute, chain, cpu)
-"""Fastest first. A backend is a module with NAME, ``serves(device) -> (bool, reason)`` and
+"""Fastest first. A backend is a module with NAME, ``serves(device) -> (bool, reason)``,
 ``fc1_swiglu(inputs, eps, buffers, accumulate, modulation)``."""
 
 

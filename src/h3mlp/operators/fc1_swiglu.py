@@ -16,17 +16,16 @@ _INPUTS = (
     "Tensor fc1_weight_q, Tensor fc1_weight_scale, float eps, str accumulate, str modulation"
 )
 _BUFFERS = "Tensor(a!) out, Tensor(b!) workspace_q, Tensor(c!) workspace_scale"
-# The strides are checked when a graph is traced, so a compiler must not lay the tensors out anew afterwards.
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
-torch.library.define("h3mlp::fc1_swiglu_fp8", f"({_INPUTS}) -> Tensor", tags=_TAGS)
-torch.library.define("h3mlp::fc1_swiglu_fp8_out", f"({_INPUTS}, {_BUFFERS}) -> ()", tags=_TAGS)
+torch.library.define("h3mlp::fc1_swiglu_fp8", f"({_INPUTS}) -> Tensor", tags=arguments.TAGS)
+torch.library.define("h3mlp::fc1_swiglu_fp8_out", f"({_INPUTS}, {_BUFFERS}) -> ()", tags=arguments.TAGS)
 _FUNCTIONAL = torch.ops.h3mlp.fc1_swiglu_fp8.default
 _INTO_BUFFERS = torch.ops.h3mlp.fc1_swiglu_fp8_out.default
 
-_REQUIRED = arguments.REQUIRED.union(contract.FC1Buffers._fields)
+_NAMES = (*contract.FC1Inputs._fields, *contract.FC1Buffers._fields)
+_REQUIRED = frozenset(contract.FC1Inputs._fields).difference(arguments.ADALN)
+_WITH_BUFFERS = _REQUIRED.union(contract.FC1Buffers._fields)
 _NONE_GIVEN = contract.FC1Buffers(None, None, None)
-_DTENSOR = "torch.distributed.tensor"
 
 
 @torch.library.impl("h3mlp::fc1_swiglu_fp8", "default")
@@ -64,12 +63,19 @@ def _into_buffers_fake(*args) -> None:
 
 def _check(inputs: contract.FC1Inputs, options: tuple, buffers: contract.FC1Buffers | tuple[()] = ()) -> None:
     """All that metadata show; fake tensors have them too."""
-    arguments.types(inputs, buffers, _REQUIRED)
+    arguments.types((*inputs, *buffers), _NAMES, _WITH_BUFFERS)
     check.options(*options)
     arguments.inputs(inputs)
     if buffers:
-        arguments.buffers(buffers, inputs.x, _ffn(inputs))
-    arguments.inference_only((*inputs, *buffers))
+        _check_buffers(buffers, inputs)
+    arguments.inference_only((*inputs, *buffers), "h3mlp.fc1_swiglu_fp8")
+
+
+def _check_buffers(given: contract.FC1Buffers, inputs: contract.FC1Inputs) -> None:
+    (rows, hidden), device = inputs.x.shape, inputs.x.device
+    arguments.buffer("out", given.out, contract.ACTIVATION, rows, (_ffn(inputs),), device)
+    arguments.buffer("workspace_q", given.workspace_q, contract.QUANTIZED, rows, (hidden,), device)
+    arguments.buffer("workspace_scale", given.workspace_scale, contract.SCALE, rows, (), device)
 
 
 def _run(inputs: contract.FC1Inputs, buffers: contract.FC1Buffers, eps: float, *options: str) -> None:
@@ -156,11 +162,11 @@ def fc1_swiglu_fp8(
     inputs = (x, x_norm_weight, adaln_scale, adaln_shift, adaln_index, fc1_weight_q, fc1_weight_scale)
     buffers = (out, workspace_q, workspace_scale)
     # What torch's dispatcher would refuse without a name, or take for another number.
-    arguments.types(inputs, buffers)
+    arguments.types((*inputs, *buffers), _NAMES, _REQUIRED)
     check.options(eps, accumulate, modulation)
     if torch.compiler.is_compiling():  # whatever differentiates the graph would take the operator for a constant
-        arguments.inference_only((*inputs, *buffers))
-    elif _DTENSOR in sys.modules:
+        arguments.inference_only((*inputs, *buffers), "h3mlp.fc1_swiglu_fp8")
+    elif arguments.DTENSOR in sys.modules:
         from . import dtensor
 
         dtensor.refuse_buffers(inputs, contract.FC1Buffers(*buffers))

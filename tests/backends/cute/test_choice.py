@@ -46,6 +46,19 @@ def test_the_order_of_what_decides(monkeypatch):
     assert choice.current(0, ARCH)[1] == "$H3MLP_GEMM"
 
 
+@pytest.mark.parametrize(("form", "want"), [(-1, "unit_scale"), (0, "plain"), (2, "unit_scale")])
+def test_a_call_may_ask_for_a_form(form, want):
+    """With the tile that was chosen."""
+    chosen = Choice("unit_scale", "256x128")
+    assert choice.with_form(chosen, form, ARCH) == Choice(want, "256x128")
+
+
+def test_a_form_that_the_gpu_lacks_is_not_taken():
+    chosen = Choice("plain", "128x128")
+    assert choice.with_form(chosen, 2, "sm_89") == chosen
+    assert choice.with_form(None, 2, "sm_90a") is None
+
+
 def test_there_is_none_on_hopper(monkeypatch):
     monkeypatch.setenv(choice.ENVIRONMENT, "plain:256x128")
     assert choice.current(0, "sm_90a") is None

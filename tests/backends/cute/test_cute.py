@@ -6,9 +6,10 @@ import importlib.util
 
 import pytest
 import torch
-from helpers import make_inputs, nan_buffers, shifted, without_adaln
+from helpers import make_inputs, make_mlp_inputs, nan_buffers, nan_mlp_buffers, shifted, without_adaln
 
-from h3mlp.backends import cute
+from h3mlp import reference
+from h3mlp.backends import chain, cute
 
 CUDA = torch.device("cuda", 0)
 
@@ -207,6 +208,50 @@ def test_mma_sync_kernels_of_small_and_large_calls(launched, monkeypatch, arch, 
     tiles = ["16x128", "64x128", "256x128"]
     assert names(launched)[1::2] == [f"gemm_sm120_{tile}_plain{loads}" for tile in tiles]
     assert {found for _, found, _ in launched} == {arch}
+
+
+class TestMLP:
+    def test_fc1_is_the_kernels_and_the_rest_the_chains(self, launched, monkeypatch):
+        """In blocks of 256 and 44 rows. The kernels write 1 everywhere, so y is 1, its scale 1/448, its codes 448."""
+        from h3mlp.backends.cute import launch
+
+        def scaled_mm(a_q, w_q, s_row, w_scale, fast):
+            assert (a_q.float() == 448).all()
+            assert fast
+            return reference.dequantize(reference.accumulate(a_q, w_q), s_row, w_scale)
+
+        monkeypatch.setattr(chain, "scaled_mm", scaled_mm)
+        monkeypatch.setattr(launch, "MLP_ROWS", 256)
+        inputs, buffers = make_mlp_inputs(300), nan_mlp_buffers(300)
+        launch.mlp(inputs, 1e-5, buffers, "fast")
+        assert names(launched)[::2] == ["norm_quant_i64"] * 2
+        assert names(launched)[1::2] == ["gemm_sm90_128x128_fast", "gemm_sm90_128x64_fast"]
+        o = reference.dequantize(
+            reference.accumulate(buffers.workspace_y_q, inputs.fc2_weight_q),
+            buffers.workspace_y_scale,
+            inputs.fc2_weight_scale,
+        )
+        want = reference.gated_residual(o, inputs.gate, inputs.residual, inputs.adaln_index)
+        assert torch.equal(buffers.out, want)
+        assert (buffers.workspace_y == 1).all()
+
+    @pytest.mark.parametrize(("form", "name"), [(-1, "unit"), (0, "plain"), (2, "unit")])
+    def test_the_form_reaches_the_gemm(self, launched, monkeypatch, form, name):
+        from h3mlp.backends.cute import choice, launch, variants
+
+        monkeypatch.setattr(launch, "_gpu", lambda _device: variants.KNOWN["sm_120a"])
+        monkeypatch.setattr(choice, "current", lambda *_: (choice.Choice("unit_scale", "128x256"), "told"))
+        monkeypatch.setattr(chain, "scaled_mm", lambda a, w, *_: torch.ones(len(a), len(w), dtype=torch.bfloat16))
+        launch.mlp(make_mlp_inputs(3), 1e-5, nan_mlp_buffers(3), "fp32", "fused", form)
+        assert names(launched)[1] == f"gemm_sm120_16x128_{name}"
+
+    def test_without_the_librarys_gemm_it_is_refused(self, launched, monkeypatch):
+        monkeypatch.setattr(chain, "serves", lambda _device: (False, "needs torch.nn.functional.scaled_mm"))
+        buffers = nan_mlp_buffers(3)
+        with pytest.raises(NotImplementedError, match=r"backend chain, which stands in for it, needs torch\.nn"):
+            cute.mlp(make_mlp_inputs(3), 1e-5, buffers, "fp32")
+        assert not launched
+        assert all(buffer.float().isnan().all() for buffer in buffers)
 
 
 @pytest.mark.parametrize("measured", [False, True])

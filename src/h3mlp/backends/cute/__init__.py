@@ -1,4 +1,4 @@
-"""The operator on GPUs with kernels of our own, in CuTe DSL. The DSL is imported when a kernel is first asked for."""
+"""The operators on GPUs with kernels of our own, in CuTe DSL. The DSL is imported when a kernel is first asked for."""
 
 import importlib.util
 from typing import TYPE_CHECKING
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ... import contract
-from .. import no_nvidia_gpu
+from .. import chain, no_nvidia_gpu
 
 if TYPE_CHECKING:
     from .jit import Kernel
@@ -41,10 +41,32 @@ def serves(device: torch.device) -> tuple[bool, str]:
 def fc1_swiglu(
     inputs: contract.FC1Inputs, eps: float, buffers: contract.FC1Buffers, accumulate: str, modulation: str = "fused"
 ) -> None:
-    """Both stages. The arguments are checked, and the buffers have exactly M rows."""
+    """FC1. The arguments are checked, and the buffers have exactly M rows."""
     from . import launch
 
     launch.fc1_swiglu(inputs, eps, buffers, accumulate, modulation)
+
+
+def mlp(
+    inputs: contract.MLPInputs,
+    eps: float,
+    buffers: contract.MLPBuffers,
+    accumulate: str,
+    modulation: str = "fused",
+    fp8_mma_form: int = -1,
+) -> None:
+    """The MLP, likewise: FC1 by the kernels, what follows by the steps of ``chain``. Only ``out`` must be among the
+    buffers.
+
+    Raises:
+        NotImplementedError: ``chain`` does not serve the device.
+    """
+    from . import launch
+
+    serves, reason = chain.serves(inputs.x.device)
+    if not serves:
+        raise NotImplementedError(f"FC2 has no kernel here yet, and backend chain, which stands in for it, {reason}")
+    launch.mlp(inputs, eps, buffers, accumulate, modulation, fp8_mma_form)
 
 
 def stage1(

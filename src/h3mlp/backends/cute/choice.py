@@ -21,6 +21,9 @@ ENVIRONMENT = "H3MLP_GEMM"
 TILES = ("128x256", "256x128", "128x128")
 """Tokens by packed weight rows, the default first."""
 
+FORM_OF = {0: forms.PLAIN, 2: forms.UNIT_SCALE}
+"""What the MLP's ``fp8_mma_form`` means; -1 leaves the choice as it is."""
+
 NOT_MEASURED = "not measured: call h3mlp.warmup"
 
 _log = logging.getLogger("h3mlp")
@@ -38,6 +41,12 @@ class Choice(NamedTuple):
 def candidates(arch: str) -> tuple[Choice, ...]:
     """All there is to choose from, the default first; empty where there is no choice."""
     return tuple(Choice(form, tile) for tile in TILES for form in forms.OF.get(arch, ()))
+
+
+def with_form(chosen: Choice | None, fp8_mma_form: int, arch: str) -> Choice | None:
+    """The same tile in the form that a call asks for by FlashInfer's number, if the architecture has it."""
+    other = chosen and chosen._replace(form=FORM_OF.get(fp8_mma_form, chosen.form))
+    return other if other in candidates(arch) else chosen
 
 
 def parse(name: str, text: str, arch: str) -> Choice:

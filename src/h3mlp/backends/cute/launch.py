@@ -11,8 +11,11 @@ from typing import NamedTuple
 import torch
 
 from ... import contract
-from .. import ALIGNMENT, aligned, is_aligned
+from .. import ALIGNMENT, aligned, chain, is_aligned, mlp_blocks
 from . import _ARCHITECTURE_OF, choice, jit, variants
+
+MLP_ROWS = 8192
+"""Rows of a block of the MLP without workspaces: 396 MB of them at F = 14336."""
 
 _log = logging.getLogger("h3mlp")
 
@@ -30,31 +33,50 @@ class _Kernel(NamedTuple):
 
 
 def fc1_swiglu(
-    inputs: contract.FC1Inputs, eps: float, buffers: contract.FC1Buffers, accumulate: str, modulation: str = "fused"
+    inputs: contract.FC1Inputs,
+    eps: float,
+    buffers: contract.FC1Buffers,
+    accumulate: str,
+    modulation: str = "fused",
+    fp8_mma_form: int = -1,
 ) -> None:
     """Both stages."""
     device = inputs.x.device
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return fc1_swiglu(inputs, eps, buffers, accumulate, modulation)
+            return fc1_swiglu(inputs, eps, buffers, accumulate, modulation, fp8_mma_form)
     out, a_q, s_row = buffers
     w_q, w_scale = inputs.fc1_weight_q, inputs.fc1_weight_scale
     if (out.data_ptr() | a_q.data_ptr() | w_q.data_ptr()) % ALIGNMENT:
-        return _run_elsewhere(inputs, eps, buffers, accumulate, modulation)
+        return _fc1_elsewhere(inputs, eps, buffers, accumulate, modulation, fp8_mma_form)
     stage1(inputs, eps, a_q, s_row, modulation)
-    stage2(a_q, s_row, w_q, w_scale, out, accumulate)
+    stage2(a_q, s_row, w_q, w_scale, out, accumulate, fp8_mma_form)
     return None
 
 
-def _run_elsewhere(
-    inputs: contract.FC1Inputs, eps: float, buffers: contract.FC1Buffers, accumulate: str, modulation: str
-) -> None:
+def _fc1_elsewhere(inputs: contract.FC1Inputs, eps: float, buffers: contract.FC1Buffers, *options) -> None:
     """Where a tensor does not begin where TMA can read and write it: by way of a copy of that one."""
     others = contract.FC1Buffers(*(buffer if is_aligned(buffer) else torch.empty_like(buffer) for buffer in buffers))
-    fc1_swiglu(inputs._replace(fc1_weight_q=aligned(inputs.fc1_weight_q)), eps, others, accumulate, modulation)
+    fc1_swiglu(inputs._replace(fc1_weight_q=aligned(inputs.fc1_weight_q)), eps, others, *options)
     for buffer, used in zip(buffers, others, strict=True):
         if used is not buffer:
             buffer.copy_(used)
+
+
+def mlp(
+    inputs: contract.MLPInputs,
+    eps: float,
+    buffers: contract.MLPBuffers,
+    accumulate: str,
+    modulation: str = "fused",
+    fp8_mma_form: int = -1,
+) -> None:
+    """FC1 by both stages, and the rest by torch."""
+    for block, written in mlp_blocks(inputs, buffers, MLP_ROWS):
+        fc1_swiglu(block.fc1, eps, written.fc1, accumulate, modulation, fp8_mma_form)
+        y_q, s_y = written.workspace_y_q, written.workspace_y_scale
+        chain.quantize_rows(written.workspace_y, y_q, s_y)
+        chain.gemm_gated_residual(y_q, s_y, block, written.out, accumulate == "fast")
 
 
 def stage1(
@@ -77,7 +99,13 @@ def stage1(
 
 
 def stage2(
-    a_q: torch.Tensor, s_row: torch.Tensor, w_q: torch.Tensor, w_scale: torch.Tensor, out: torch.Tensor, accumulate: str
+    a_q: torch.Tensor,
+    s_row: torch.Tensor,
+    w_q: torch.Tensor,
+    w_scale: torch.Tensor,
+    out: torch.Tensor,
+    accumulate: str,
+    fp8_mma_form: int = -1,
 ) -> None:
     """Codes and scales to y [M, F]. a_q, w_q and out begin at a multiple of 16 bytes.
 
@@ -85,7 +113,7 @@ def stage2(
     Behind stage 1 that is safe: stage 1 itself has waited for whatever wrote w_q.
     """
     rows, ffn = out.shape
-    kernel, multiprocessors = _gemm(out.get_device(), rows, a_q.shape[1], ffn, accumulate)
+    kernel, multiprocessors = _gemm(out.get_device(), rows, a_q.shape[1], ffn, accumulate, fp8_mma_form)
     kernel.launch(rows, a_q, s_row, w_q, w_scale, out, multiprocessors)
 
 
@@ -120,9 +148,12 @@ def _norm_quant(device: int, hidden: int, index_bits: int, vectors: bool, modula
 
 
 @lru_cache(maxsize=4096)
-def _gemm(device: int, rows: int, hidden: int, ffn: int, accumulate: str) -> tuple[_Kernel, int]:
+def _gemm(
+    device: int, rows: int, hidden: int, ffn: int, accumulate: str, fp8_mma_form: int = -1
+) -> tuple[_Kernel, int]:
     gpu = _gpu(device)
-    return _load(variants.gemm(gpu, hidden, ffn, rows, accumulate, _chosen(device)), gpu.arch), gpu.multiprocessors
+    chosen = choice.with_form(_chosen(device), fp8_mma_form, gpu.arch)
+    return _load(variants.gemm(gpu, hidden, ffn, rows, accumulate, chosen), gpu.arch), gpu.multiprocessors
 
 
 @lru_cache(maxsize=64)
