@@ -70,14 +70,12 @@ class MLP:
 
     def forward_bf16(self, eps: float = contract.EPS) -> torch.Tensor:
         """The half of a block in plain BF16 torch, the one that the operator replaces: BF16 [M, H]."""
-        fc1 = self.fc1
-        blocks = zip(*(t.split(BLOCK_ROWS) for t in (fc1.x, fc1.adaln_index, self.residual)), strict=True)
-        return torch.cat(
-            [
-                residual + self.gate[index] * F.linear(fc1.block_bf16(x, index, eps), self.fc2_weight)
-                for x, index, residual in blocks
-            ]
-        )
+        blocks = zip(*(t.split(BLOCK_ROWS) for t in (self.fc1.x, self.fc1.adaln_index, self.residual)), strict=True)
+        return torch.cat([r + self.added_bf16(self.fc1.block_bf16(x, i, eps), i) for x, i, r in blocks])
+
+    def added_bf16(self, y: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """What FC2 and the gate make of some rows of y [M, F]: BF16 [M, H]."""
+        return self.gate[index] * F.linear(y, self.fc2_weight)
 
 
 def layer(

@@ -38,6 +38,28 @@ def test_stage_1_of_the_reference(data):
         same(name, getattr(got, name), getattr(want, name))
 
 
+@pytest.mark.parametrize("data", ["normal", "patterns"])
+def test_quantization_of_y_and_the_gated_residual(data):
+    """Steps 12, 13, 15 and 16, on random bits too: whatever y, o, gate and residual hold."""
+    made = random_patterns if data == "patterns" else lambda *shape, seed: torch.randn(shape).bfloat16()
+    y, o, residual = (
+        made(500, contract.FFN, seed=1),
+        made(500, contract.HIDDEN, seed=2),
+        made(500, contract.HIDDEN, seed=3),
+    )
+    gate, index = made(9, contract.HIDDEN, seed=4), torch.randint(-2, 12, (500,))
+    s_y = reference.row_scale(y)
+    on_gpu = reference.row_scale(y.to(CUDA))
+    same("s_y", on_gpu, s_y)
+    same("y_q", reference.quantize(y.to(CUDA), on_gpu), reference.quantize(y, s_y))
+    acc, w_scale = o.float() * 1000, torch.rand(contract.HIDDEN)
+    got = reference.dequantize(acc.to(CUDA), on_gpu, w_scale.to(CUDA))
+    same("o", got, reference.dequantize(acc, s_y, w_scale))
+    got = reference.gated_residual(*(t.to(CUDA) for t in (o, gate, residual, index)))
+    same("out", got, reference.gated_residual(o, gate, residual, index))
+    same("out, no gate", reference.gated_residual(o.to(CUDA), None, residual.to(CUDA), None), residual + o)
+
+
 def test_saturate_and_divide_on_every_bf16_pair_of_mantissas():
     mantissas = (0x3F80 + torch.arange(128)).short().view(torch.bfloat16)
     a = mantissas.repeat(128, 1)

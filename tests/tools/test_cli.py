@@ -97,7 +97,7 @@ def test_doctor_names_what_is_missing():
 
 
 def test_demo_prints_its_tables(tmp_path):
-    """At the real size of the layer, with a plot."""
+    """At the real size, with a plot."""
     plot = tmp_path / "error.png"
     done = call("demo", "--rows", "8", "--seed", "3", "--plot", str(plot))
     assert done.returncode == 0, done.stderr
@@ -105,12 +105,13 @@ def test_demo_prints_its_tables(tmp_path):
     for part in (
         "8 rows, hidden 5376, FFN 14336, seed 3",
         "Backend",
-        "308.3 MB",
-        "154.3 MB",
-        "prepare weight",
-        "against the BF16 layer",
-        "against FP64",
-        "bit-identical to the reference",
+        "462.4 MB",
+        "231.3 MB",
+        "prepare weights",
+        "of what the half adds, to BF16",
+        "the same with FC2 in BF16",
+        "of the output, to FP64",
+        "of x and of y: bit-identical to the reference",
         "OK: needs",
         str(plot),
     ):
@@ -141,14 +142,15 @@ def test_demo_json_with_progress_on_a_terminal():
         result = json.loads(process.stdout.read())
     os.close(terminal)
     assert process.returncode == 0
-    assert b"prepare weight" in shown
+    assert b"prepare weights" in shown
     assert result["ok"] is True
     assert result["rows"] == 3
-    assert result["stage1_identical"] is True
-    assert result["weight_bytes_bf16"] == 2 * 28672 * 5376
-    assert result["weight_bytes_fp8"] == 28672 * (5376 + 4)
+    assert result["codes_identical"] is True
+    assert result["weight_bytes_bf16"] == 3 * 28672 * 5376
+    assert result["weight_bytes_fp8"] == 28672 * (5376 + 4) + 5376 * (14336 + 4)
     assert result["against_fp64"]["equal_share"] >= 0.999
-    assert result["against_bf16"]["snr_db"] > 24
+    assert 22 < result["against_bf16"]["snr_db"] < result["fc1_against_bf16"]["snr_db"]
+    assert result["fc1_against_bf16"]["snr_db"] > 24
     assert all(seconds > 0 for seconds in result["seconds"].values())
 
 

@@ -26,9 +26,11 @@ def good() -> demo.Demo:
         weight_bytes_fp8=1,
         seconds={"operator": 1.0},
         against_bf16=Accuracy(0.05, 25.3, 0.03, 2),
+        fc1_against_bf16=Accuracy(0.05, 25.3, 0.03, 2),
+        y_against_fp64=Accuracy(0.0, math.inf, 1.0, 2),
         against_fp64=Accuracy(0.0, math.inf, 1.0, 2),
         violations=0,
-        stage1_identical=True,
+        codes_identical=True,
         error_of_rms=torch.zeros(2),
         steps_from_fp64=torch.zeros(2, dtype=torch.int32),
     )
@@ -37,9 +39,10 @@ def good() -> demo.Demo:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"stage1_identical": False},
+        {"codes_identical": False},
         {"violations": 5},
         {"against_fp64": Accuracy(1e-3, 60.0, 0.998, 2)},
+        {"y_against_fp64": Accuracy(1e-3, 60.0, 0.998, 2)},
         {"against_bf16": Accuracy(1.4, -3.0, 0.0, 2)},
         {"against_bf16": Accuracy(math.nan, math.nan, 0.0, 2)},
     ],
@@ -59,12 +62,21 @@ def test_on_a_gpu_the_tolerance_decides_and_the_chain_is_beside(good):
     lost = replace(chain, peer="chain, eager", times=None, error=None, skipped="out of device memory")
     off = Accuracy(1e-3, 60.0, 0.9, 2)
     assert not replace(good, against_fp64=off).ok
-    gpu = replace(good, device="cuda:0", against_fp64=off, chains=(ours, chain, lost))
+    memory = {"operator": 450_000_000, "bf16_half": 900_000_000}
+    gpu = replace(good, device="cuda:0", against_fp64=off, call_bytes=memory, chains=(ours, chain, lost))
     assert gpu.ok
     console = Console(width=80, highlight=False)
     with console.capture() as shown:
         console.print(demo.render(gpu))
-    for part in ("1.000 │", "1,000.0", "1.25", "2.00e-02", "out of device memory", "all within 0.01 + 1.6% of FP64"):
+    for part in (
+        "a call, beside        │ 900.0 MB │ 450.0 MB │ 50.0%",
+        "1.000 │",
+        "1,000.0",
+        "1.25",
+        "2.00e-02",
+        "out of device memory",
+        "all within 0.01 + 1.6% of FP64",
+    ):
         assert part in shown.get()
     told = json.loads(json.dumps(gpu.as_json(), allow_nan=False))
     assert told["chains"][1]["times"]["median_us"] == 1250.0

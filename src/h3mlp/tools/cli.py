@@ -28,7 +28,7 @@ def cli() -> None:
     """Fused FP8 operators for the MLP of the MiniMax-H3 video diffusion transformer."""
 
 
-@cli.command(short_help="Run one real-size layer and check it.")
+@cli.command(short_help="Run one real-size MLP half and check it.")
 @click.option(
     "--rows", type=click.IntRange(1, contract.MAX_ROWS), help="Rows of x.  [default: 256 on the CPU, 4184 on a GPU]"
 )
@@ -36,7 +36,7 @@ def cli() -> None:
 @json_option
 @plot_option("the error histograms")
 def demo(rows: int | None, seed: int, as_json: bool, plot: Path | None) -> int:
-    """Run one real-size FC1 layer of synthetic weights on the best device and show that it is right.
+    """Run the MLP half of one real-size block, of synthetic weights, on the best device and show that it is right.
 
     Exit code 1 when it is not.
     """
