@@ -41,13 +41,14 @@ def test_stage_1_of_the_reference(data):
 @pytest.mark.parametrize("data", ["normal", "patterns"])
 def test_quantization_of_y_and_the_gated_residual(data):
     """Steps 12, 13, 15 and 16, on random bits too: whatever y, o, gate and residual hold."""
-    made = random_patterns if data == "patterns" else lambda *shape, seed: torch.randn(shape).bfloat16()
-    y, o, residual = (
-        made(500, contract.FFN, seed=1),
-        made(500, contract.HIDDEN, seed=2),
-        made(500, contract.HIDDEN, seed=3),
-    )
-    gate, index = made(9, contract.HIDDEN, seed=4), torch.randint(-2, 12, (500,))
+
+    def made(rows: int, columns: int, seed: int) -> torch.Tensor:
+        if data == "patterns":
+            return random_patterns(rows, columns, seed=seed)
+        return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+    y, o, residual = made(500, contract.FFN, 1), made(500, contract.HIDDEN, 2), made(500, contract.HIDDEN, 3)
+    gate, index = made(9, contract.HIDDEN, 4), torch.randint(-2, 12, (500,))
     s_y = reference.row_scale(y)
     on_gpu = reference.row_scale(y.to(CUDA))
     same("s_y", on_gpu, s_y)
