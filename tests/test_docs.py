@@ -37,4 +37,4 @@ def test_integration(program, printed, tmp_path):
 
 def test_every_program_is_run():
     text = PAGE.read_text(encoding="utf-8")
-    assert len(PROGRAMS) == text.count("```python") == text.count("```text") == 4
+    assert len(PROGRAMS) == text.count("```python") == text.count("```text") == 5

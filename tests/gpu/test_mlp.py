@@ -43,6 +43,13 @@ def run(backend, inputs: contract.MLPInputs, accumulate: str = "fp32") -> contra
     return buffers
 
 
+def in_blocks(monkeypatch, backend, rows: int) -> None:
+    """Blocks of so many rows, at the real size."""
+    if backend is cute:
+        monkeypatch.setattr("h3mlp.backends.cute.launch.MLP_ROWS", rows)
+    monkeypatch.setattr(chain, "BLOCK_BYTES", rows * 2 * FFN * 2)
+
+
 def exact_o(got: contract.MLPBuffers, inputs: contract.MLPInputs) -> torch.Tensor:
     """o of the codes that were written, accumulated in FP64."""
     acc = reference.accumulate(got.workspace_y_q, inputs.fc2_weight_q)
@@ -116,12 +123,20 @@ def test_positive_data_is_not_low():
     assert abs(got.double().mean() / reference.accumulate(y_q, w_q).double().mean() - 1) < 2.5e-3
 
 
+@pytest.mark.parametrize("part", [0.02, 0.3])
+def test_blocks_change_no_bit(backend, specified, monkeypatch, part):
+    """4097 rows at once and in blocks of other numbers of rows, in FC1 and in the whole."""
+    want = run(backend, specified)
+    in_blocks(monkeypatch, backend, int(part * 4097))
+    got = run(backend, specified)
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, want, strict=True))
+
+
 @pytest.mark.parametrize("out", ["x", "residual"])
 def test_out_may_be_an_input(backend, monkeypatch, out):
     """In two blocks."""
-    monkeypatch.setattr(chain, "BLOCK_BYTES", 2**18)
-    monkeypatch.setattr("h3mlp.backends.cute.launch.MLP_ROWS", 512)
-    inputs = on_gpu(make_mlp_inputs(1000))
+    in_blocks(monkeypatch, backend, 512)
+    inputs = on_gpu(make_mlp_inputs(1000, HIDDEN, FFN))
     want = run(backend, inputs).out
     target = getattr(inputs, out)
     backend.mlp(inputs, 1e-5, contract.MLPBuffers(target, *[None] * 5), "fp32")

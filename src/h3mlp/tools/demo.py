@@ -37,7 +37,7 @@ SAMPLE_ROWS = 16
 
 REPEATS = 3
 REPEAT_LIMIT = 5.0
-"""A step that takes longer than this many seconds is timed once."""
+"""On the CPU a step that takes longer than this many seconds is timed once. On a GPU the first call compiles."""
 
 EQUAL_SHARE_MIN = 0.999
 """On the CPU, which accumulates in plain FP32: of y, and of the output given the codes of y. (One y in 10,000 that is
@@ -75,7 +75,7 @@ class Demo:
     codes_identical: bool
     error_of_rms: torch.Tensor = field(repr=False)  # what the half adds minus BF16's over its RMS, on the sample
     steps_from_fp64: torch.Tensor = field(repr=False)  # in BF16 numbers, on the sample
-    call_bytes: dict[str, int] = field(default_factory=dict)  # on a GPU: peak beyond weights, inputs and output
+    call_bytes: int | None = None  # on a GPU: peak beyond weights, inputs and output
     chains: tuple[Timed, ...] = ()  # on a GPU: FC1's operator and its chains, side by side
 
     @property
@@ -101,6 +101,7 @@ def run(rows: int | None, seed: int, announce: Callable[[str], None] = lambda _:
     """Run the demo on the best device, with the rows that suit it unless given; ``announce`` is called with the name of
     each step as it begins."""
     device, reason = dispatch.best()
+    on_cuda = device.type == "cuda"
     rows = rows or ROWS[device.type]
     seconds = {}
 
@@ -113,7 +114,7 @@ def run(rows: int | None, seed: int, announce: Callable[[str], None] = lambda _:
 
     def timed_again(step: str, call: Callable[[], object]) -> None:
         first, repeats = seconds[f"{step}_first_call"], []
-        while first <= REPEAT_LIMIT and len(repeats) < REPEATS:
+        while len(repeats) < REPEATS and (on_cuda or first <= REPEAT_LIMIT):
             timed(step, call)
             repeats.append(seconds[step])
         seconds[step] = statistics.median(repeats or [first])
@@ -130,8 +131,7 @@ def run(rows: int | None, seed: int, announce: Callable[[str], None] = lambda _:
     timed_again("operator", operator)
     out_bf16 = timed("bf16_half_first_call", half.forward_bf16)
     timed_again("bf16_half", half.forward_bf16)
-    on_cuda = device.type == "cuda"
-    call_bytes = {"operator": _peak_bytes(operator), "bf16_half": _peak_bytes(half.forward_bf16)} if on_cuda else {}
+    call_bytes = _peak_bytes(operator) if on_cuda else None
 
     sample = spread(rows, SAMPLE_ROWS).to(device)
     written = _with_workspaces(inputs.rows(sample))
@@ -268,14 +268,10 @@ def _memory(demo: Demo) -> Table:
     table = _table("Memory of the weights", "BF16", "FP8", "saved")
     for name, layers in (("this half", 1), (f"{BLOCKS} blocks", BLOCKS)):
         before, after = demo.weight_bytes_bf16 * layers, demo.weight_bytes_fp8 * layers
-        table.add_row(name, *_saved(before, after))
-    if demo.call_bytes:
-        table.add_row("a call, beside", *_saved(demo.call_bytes["bf16_half"], demo.call_bytes["operator"]))
+        table.add_row(name, f"{before / 1e6:,.1f} MB", f"{after / 1e6:,.1f} MB", f"{1 - after / before:.1%}")
+    if demo.call_bytes is not None:
+        table.add_row("a call, beside these", "", f"{demo.call_bytes / 1e6:,.1f} MB", "")
     return table
-
-
-def _saved(before: int, after: int) -> tuple[str, str, str]:
-    return f"{before / 1e6:,.1f} MB", f"{after / 1e6:,.1f} MB", f"{1 - after / before:.1%}"
 
 
 def _times(demo: Demo) -> Table:
