@@ -265,6 +265,13 @@ class TestAliasing:
         with pytest.raises(ValueError, match=f"{buffer} must not overlap {other}; they share memory"):
             h3mlp.mlp_fp8(*inputs, **{buffer: target})
 
+    def test_not_even_all_of_it(self, mlp):
+        """64 rows of out are as long as FC2's weight."""
+        few = mlp.rows(slice(0, 64))
+        out = few.fc2_weight_q.view(-1).view(torch.bfloat16).view(64, HIDDEN)
+        with pytest.raises(ValueError, match="out must not overlap fc2_weight_q"):
+            h3mlp.mlp_fp8(*few, out=out)
+
     def test_workspaces_of_the_same_memory(self, mlp):
         y = nan_mlp_buffers(ROWS).workspace_y
         y_q = y.view(-1).view(contract.QUANTIZED)[: ROWS * FFN].view(ROWS, FFN)

@@ -6,8 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import make_mlp_inputs, nan_mlp_buffers
 from rich.console import Console
 
+import h3mlp
+from h3mlp import reference
 from h3mlp.accuracy import Accuracy
 from h3mlp.tools import demo
 from h3mlp.tools.bench.record import Error, Result, Times
@@ -79,6 +82,16 @@ def test_on_a_gpu_the_tolerance_decides_and_the_chain_is_beside(good):
         assert part in shown.get()
     told = json.loads(json.dumps(gpu.as_json(), allow_nan=False))
     assert told["chains"][1]["times"]["median_us"] == 1250.0
+
+
+@pytest.mark.parametrize("name", ["workspace_a_q", "workspace_a_scale", "workspace_y_q", "workspace_y_scale"])
+def test_one_code_or_scale_that_is_off_is_seen(name):
+    inputs, got = make_mlp_inputs(3), nan_mlp_buffers(3)
+    h3mlp.mlp_fp8(*inputs, **got._asdict())
+    exact = reference.norm_quant(*inputs[:5])
+    assert demo._codes_identical(got, exact)
+    getattr(got, name).view(torch.uint8).view(-1)[-1] ^= 1
+    assert not demo._codes_identical(got, exact)
 
 
 def test_json_has_no_infinity(good):
