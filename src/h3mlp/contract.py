@@ -158,6 +158,9 @@ class MLPBuffers(NamedTuple):
         return FC1Buffers(self.workspace_y, self.workspace_a_q, self.workspace_a_scale)
 
 
+MLP_BUFFER_DTYPES = MLPBuffers(ACTIVATION, QUANTIZED, SCALE, ACTIVATION, QUANTIZED, SCALE)
+
+
 _TAG = "_h3mlp_row_order"
 
 

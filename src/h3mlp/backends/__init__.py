@@ -50,27 +50,24 @@ def mlp_blocks(
     inputs: contract.MLPInputs, buffers: contract.MLPBuffers, most_rows: int
 ) -> Iterator[tuple[contract.MLPInputs, contract.MLPBuffers]]:
     """What each block of rows reads and writes: as few blocks as there can be of at most ``most_rows``, and as even.
-    Workspaces that are not given are the same memory for every block."""
+    Workspaces that are not given are allocated once, for a block."""
     x, ffn = inputs.x, inputs.fc2_weight_q.shape[1]
     rows, hidden = x.shape
     step = -(-rows // -(-rows // most_rows))
-    step = min(step + -step % ROW_TILE, most_rows)
-    spare = contract.MLPBuffers(
-        out=None,
-        workspace_a_q=x.new_empty((step, hidden), dtype=contract.QUANTIZED),
-        workspace_a_scale=x.new_empty(step, dtype=contract.SCALE),
-        workspace_y=x.new_empty((step, ffn)),
-        workspace_y_q=x.new_empty((step, ffn), dtype=contract.QUANTIZED),
-        workspace_y_scale=x.new_empty(step, dtype=contract.SCALE),
-    )
+    step = min(step + -step % ROW_TILE, most_rows, rows)
+    shapes = contract.MLPBuffers((step, hidden), (step, hidden), (step,), (step, ffn), (step, ffn), (step,))
+    own = [
+        x.new_empty(shape, dtype=dtype) if given is None else None
+        for given, shape, dtype in zip(buffers, shapes, contract.MLP_BUFFER_DTYPES, strict=True)
+    ]
     for first in range(0, rows, step):
         block = slice(first, min(first + step, rows))
-        count = block.stop - first
-        pairs = zip(buffers, spare, strict=True)
-        yield inputs.rows(block), contract.MLPBuffers(*(s[:count] if b is None else b[block] for b, s in pairs))
+        within = slice(0, block.stop - first)
+        pairs = zip(buffers, own, strict=True)
+        yield inputs.rows(block), contract.MLPBuffers(*(b[within] if a is None else a[block] for a, b in pairs))
 
 
-def quantize_rows(y: torch.Tensor, y_q: torch.Tensor, s_y: torch.Tensor, block_rows: int) -> None:
+def reference_quantize_rows(y: torch.Tensor, y_q: torch.Tensor, s_y: torch.Tensor, block_rows: int) -> None:
     """Steps 12 and 13, y [M, F] to codes y_q [M, F] and scales s_y [M] by the reference, ``block_rows`` rows at a
     time."""
     for first in range(0, y.shape[0], block_rows):

@@ -21,9 +21,9 @@ from . import (
     gated_residual_,
     mlp_blocks,
     no_nvidia_gpu,
+    reference_quantize_rows,
     reference_stage1,
 )
-from . import quantize_rows as reference_quantize_rows
 
 NAME = "chain"
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from .. import contract
-from . import gated_residual_, mlp_blocks, quantize_rows, reference_stage1
+from . import gated_residual_, mlp_blocks, reference_quantize_rows, reference_stage1
 
 NAME = "cpu"
 
@@ -55,7 +55,7 @@ def mlp(
     for block, written in mlp_blocks(inputs, buffers, GEMM_ROWS):
         fc1_swiglu(block.fc1, eps, written.fc1, accumulate, modulation)
         y_q, s_y = written.workspace_y_q, written.workspace_y_scale
-        quantize_rows(written.workspace_y, y_q, s_y, NORM_ROWS)
+        reference_quantize_rows(written.workspace_y, y_q, s_y, NORM_ROWS)
         gemm_gated_residual(y_q, s_y, block, written.out)
 
 
