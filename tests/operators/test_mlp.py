@@ -493,15 +493,18 @@ class TestTorch:
 
     def test_exported_with_dynamic_rows(self, mlp):
         class Half(torch.nn.Module):
-            def forward(self, *inputs):
-                return h3mlp.mlp_fp8(*inputs)
+            def forward(self, x, norm, scale, shift, index, gate, residual, fc1, fc1_scale, fc2, fc2_scale):
+                weights = fc1, fc1_scale, fc2, fc2_scale
+                return h3mlp.mlp_fp8(x, norm, scale, shift, index, gate, residual, *weights)
 
-        rows = torch.export.Dim("rows", min=2, max=contract.MAX_ROWS)
-        dynamic = [{0: rows} if name in ("x", "adaln_index", "residual") else None for name in mlp._fields]
-        program = torch.export.export(Half(), tuple(mlp), dynamic_shapes={"inputs": tuple(dynamic)})
+        rows = torch.export.Dim("rows")
+        dynamic = tuple({0: rows} if name in ("x", "adaln_index", "residual") else None for name in mlp._fields)
+        program = torch.export.export(Half(), tuple(mlp), dynamic_shapes=dynamic)
+        assert "h3mlp.mlp_fp8.default" in program.graph_module.code
         want = h3mlp.mlp_fp8(*mlp)
         for count in (ROWS, 33):
             assert torch.equal(program.module()(*mlp.rows(slice(0, count))), want[:count])
+        assert program.module()(*mlp.rows(slice(0, 1))).shape == (1, HIDDEN)
 
     def test_fake_tensors(self, mlp):
         with FakeTensorMode() as mode:
