@@ -95,19 +95,29 @@ def mlp_outside(out: torch.Tensor, o: torch.Tensor, inputs: contract.MLPInputs) 
     return ~close & ~(out.isnan() & want.isnan()) & ~(bits(out) == bits(want))
 
 
+def exact_o(got: contract.MLPBuffers, inputs: contract.MLPInputs) -> torch.Tensor:
+    """o of the codes of y that were written, accumulated in FP64."""
+    acc = reference.accumulate(got.workspace_y_q, inputs.fc2_weight_q)
+    return reference.dequantize(acc, got.workspace_y_scale, inputs.fc2_weight_scale)
+
+
+def assert_mlp_codes(got: contract.MLPBuffers, want: reference.Stage1) -> None:
+    """Codes and scales of x to the bit, and those of y to the bit of what the y that was written becomes."""
+    assert torch.equal(bits(got.workspace_a_q), bits(want.a_q))
+    assert torch.equal(got.workspace_a_scale, want.s_row)
+    s_y = reference.row_scale(got.workspace_y)
+    assert torch.equal(got.workspace_y_scale, s_y)
+    assert torch.equal(bits(got.workspace_y_q), bits(reference.quantize(got.workspace_y, s_y)))
+
+
 def assert_mlp(got: contract.MLPBuffers, inputs: contract.MLPInputs, **options) -> None:
     """What the CPU wrote: codes and scales of x to the bit; y as FC1's tests allow it; codes and scales of y to the
     bit, of the y that was written; and out by the rule of the original's public test, with the exact o of those codes
     and with no exception. FP32 sums of so few products are off by 2^-18: at least 99% of out has its very bits."""
     want = reference.fc1_swiglu_fp8(*inputs.fc1, **options, return_intermediates=True)
-    assert torch.equal(bits(got.workspace_a_q), bits(want.a_q))
-    assert torch.equal(got.workspace_a_scale, want.s_row)
+    assert_mlp_codes(got, want)
     torch.testing.assert_close(got.workspace_y, want.y, rtol=2**-6, atol=1e-4, equal_nan=True)
-    s_y = reference.row_scale(got.workspace_y)
-    y_q = reference.quantize(got.workspace_y, s_y)
-    assert torch.equal(got.workspace_y_scale, s_y)
-    assert torch.equal(bits(got.workspace_y_q), bits(y_q))
-    o = reference.dequantize(reference.accumulate(y_q, inputs.fc2_weight_q), s_y, inputs.fc2_weight_scale)
+    o = exact_o(got, inputs)
     assert not mlp_outside(got.out, o, inputs).any()
     exact = reference.gated_residual(o, inputs.gate, inputs.residual, inputs.adaln_index)
     assert ((got.out == exact) | (got.out.isnan() & exact.isnan())).float().mean() >= 0.99

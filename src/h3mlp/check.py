@@ -154,12 +154,7 @@ def _fc1_shape() -> str:
 
 
 def _is_fc1_shape(value: torch.Tensor) -> bool:
-    shape = value.shape
-    if len(shape) != 2:
-        return False
-    rows, hidden = shape
-    fits = rows % (2 * contract.FFN_MULTIPLE) == 0 and hidden % contract.HIDDEN_MULTIPLE == 0
-    return fits and rows > 0 and hidden > 0
+    return _has_multiples(value, 2 * contract.FFN_MULTIPLE, contract.HIDDEN_MULTIPLE)
 
 
 def _fc2_shape() -> str:
@@ -167,10 +162,16 @@ def _fc2_shape() -> str:
 
 
 def _is_fc2_shape(value: torch.Tensor) -> bool:
-    if value.dim() != 2:
+    return _has_multiples(value, contract.HIDDEN_MULTIPLE, contract.FFN_MULTIPLE)
+
+
+def _has_multiples(value: torch.Tensor, of_rows: int, of_columns: int) -> bool:
+    """Whether it is a matrix with so many rows and columns or a multiple, and not none."""
+    shape = value.shape
+    if len(shape) != 2:
         return False
-    hidden, ffn = value.shape
-    return hidden > 0 and ffn > 0 and hidden % contract.HIDDEN_MULTIPLE == 0 and ffn % contract.FFN_MULTIPLE == 0
+    rows, columns = shape
+    return rows % of_rows == 0 and columns % of_columns == 0 and rows > 0 and columns > 0
 
 
 def placed(name: str, value: torch.Tensor, device: torch.device) -> None:

@@ -136,21 +136,21 @@ class MLPInputs(NamedTuple):
         """What of it FC1 reads."""
         return FC1Inputs(*self[:5], *self[7:9])
 
-    def rows(self, block: slice) -> "MLPInputs":
-        """The same for some rows of x."""
+    def rows(self, block: slice | torch.Tensor) -> "MLPInputs":
+        """The same for some rows of x, given as a slice or by their numbers."""
         index = None if self.adaln_index is None else self.adaln_index[block]
         return self._replace(x=self.x[block], residual=self.residual[block], adaln_index=index)
 
 
 class MLPBuffers(NamedTuple):
-    """What the MLP writes."""
+    """What the MLP writes. A workspace that is None is left to the backend."""
 
     out: torch.Tensor  # BF16 [M, H]
-    workspace_a_q: torch.Tensor  # E4M3 [M, H]
-    workspace_a_scale: torch.Tensor  # FP32 [M]
-    workspace_y: torch.Tensor  # BF16 [M, F]
-    workspace_y_q: torch.Tensor  # E4M3 [M, F]
-    workspace_y_scale: torch.Tensor  # FP32 [M]
+    workspace_a_q: torch.Tensor | None = None  # E4M3 [M, H]
+    workspace_a_scale: torch.Tensor | None = None  # FP32 [M]
+    workspace_y: torch.Tensor | None = None  # BF16 [M, F]
+    workspace_y_q: torch.Tensor | None = None  # E4M3 [M, F]
+    workspace_y_scale: torch.Tensor | None = None  # FP32 [M]
 
     @property
     def fc1(self) -> FC1Buffers:
@@ -158,7 +158,16 @@ class MLPBuffers(NamedTuple):
         return FC1Buffers(self.workspace_y, self.workspace_a_q, self.workspace_a_scale)
 
 
-MLP_BUFFER_DTYPES = MLPBuffers(ACTIVATION, QUANTIZED, SCALE, ACTIVATION, QUANTIZED, SCALE)
+def mlp_buffer_rows(hidden: int, ffn: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """dtype of each of the MLP's buffers and shape of its rows, by name, in order."""
+    return {
+        "out": (ACTIVATION, (hidden,)),
+        "workspace_a_q": (QUANTIZED, (hidden,)),
+        "workspace_a_scale": (SCALE, ()),
+        "workspace_y": (ACTIVATION, (ffn,)),
+        "workspace_y_q": (QUANTIZED, (ffn,)),
+        "workspace_y_scale": (SCALE, ()),
+    }
 
 
 _TAG = "_h3mlp_row_order"

@@ -64,10 +64,6 @@ class MLP:
     def to(self, device: torch.device) -> "MLP":
         return MLP(self.fc1.to(device), *(t.to(device) for t in (self.gate, self.residual, self.fc2_weight)))
 
-    def rows(self, chosen: torch.Tensor) -> "MLP":
-        """The same MLP with these rows of the batch."""
-        return replace(self, fc1=self.fc1.rows(chosen), residual=self.residual[chosen])
-
     def forward_bf16(self, eps: float = contract.EPS) -> torch.Tensor:
         """The half of a block in plain BF16 torch, the one that the operator replaces: BF16 [M, H]."""
         blocks = zip(*(t.split(BLOCK_ROWS) for t in (self.fc1.x, self.fc1.adaln_index, self.residual)), strict=True)

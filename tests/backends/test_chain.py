@@ -127,7 +127,7 @@ class TestMLP:
         assert_mlp(buffers, inputs)
         assert sum(count for count, _ in calls) == 2 * rows, "each row goes through both GEMMs once"
         out = torch.full_like(buffers.out, torch.nan)
-        chain.mlp(inputs, 1e-5, contract.MLPBuffers(out, *[None] * 5), "fp32")
+        chain.mlp(inputs, 1e-5, contract.MLPBuffers(out), "fp32")
         assert torch.equal(bits(out), bits(buffers.out))
 
     @pytest.mark.usefixtures("calls")

@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from helpers import bits, make_mlp_inputs, mlp_edge_inputs, mlp_outside, nan_mlp_buffers, shifted, without_adaln
+from helpers import (
+    assert_mlp_codes,
+    bits,
+    exact_o,
+    make_mlp_inputs,
+    mlp_edge_inputs,
+    mlp_outside,
+    nan_mlp_buffers,
+    shifted,
+    without_adaln,
+)
 from on_gpu import CUDA
 
 import h3mlp
@@ -50,22 +60,11 @@ def in_blocks(monkeypatch, backend, rows: int) -> None:
     monkeypatch.setattr(chain, "BLOCK_BYTES", rows * 2 * FFN * 2)
 
 
-def exact_o(got: contract.MLPBuffers, inputs: contract.MLPInputs) -> torch.Tensor:
-    """o of the codes that were written, accumulated in FP64."""
-    acc = reference.accumulate(got.workspace_y_q, inputs.fc2_weight_q)
-    return reference.dequantize(acc, got.workspace_y_scale, inputs.fc2_weight_scale)
-
-
 def assert_right(got: contract.MLPBuffers, inputs: contract.MLPInputs) -> None:
     """Codes and scales to the bit, of y those of the y that was written, and out by the rule of the original's public
     test: at most max(4, 2e-7 numel) elements out of its tolerance. y: FC1's own tests have its tolerance, here its RMS
     shows that it is FC1's output."""
-    want = reference.norm_quant(*inputs[:5])
-    assert torch.equal(bits(got.workspace_a_q), bits(want.a_q))
-    assert torch.equal(got.workspace_a_scale, want.s_row)
-    s_y = reference.row_scale(got.workspace_y)
-    assert torch.equal(got.workspace_y_scale, s_y)
-    assert torch.equal(bits(got.workspace_y_q), bits(reference.quantize(got.workspace_y, s_y)))
+    assert_mlp_codes(got, reference.norm_quant(*inputs[:5]))
     outside = mlp_outside(got.out, exact_o(got, inputs), inputs)
     assert outside.sum() <= max(4, 2e-7 * outside.numel()), outside.sum()
     first = slice(0, 64)
@@ -80,7 +79,7 @@ def test_the_rule_of_the_originals_test(backend, specified, rows):
     inputs = specified.rows(slice(0, rows))
     got = run(backend, inputs)
     assert_right(got, inputs)
-    buffers = contract.MLPBuffers(torch.full_like(got.out, torch.nan), *[None] * 5)
+    buffers = contract.MLPBuffers(torch.full_like(got.out, torch.nan))
     backend.mlp(inputs, 1e-5, buffers, "fp32")
     assert torch.equal(bits(buffers.out), bits(got.out)), "whose the workspaces are changes nothing"
 
@@ -139,7 +138,7 @@ def test_out_may_be_an_input(backend, monkeypatch, out):
     inputs = on_gpu(make_mlp_inputs(1000, HIDDEN, FFN))
     want = run(backend, inputs).out
     target = getattr(inputs, out)
-    backend.mlp(inputs, 1e-5, contract.MLPBuffers(target, *[None] * 5), "fp32")
+    backend.mlp(inputs, 1e-5, contract.MLPBuffers(target), "fp32")
     assert torch.equal(bits(target), bits(want))
 
 
@@ -160,7 +159,7 @@ def test_past_the_originals_rows(backend, specified):
     out = torch.full((rows, HIDDEN), torch.nan, dtype=torch.bfloat16, device=CUDA)
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
-    backend.mlp(many, 1e-5, contract.MLPBuffers(out, *[None] * 5), "fp32")
+    backend.mlp(many, 1e-5, contract.MLPBuffers(out), "fp32")
     assert torch.cuda.max_memory_allocated() - held <= 0.8e9
     want = run(backend, specified)
     for first in (0, (rows // few - 1) * few):
@@ -174,12 +173,12 @@ def test_memory(backend, specified, rows):
     """At most 0.8 GB beyond inputs and out."""
     inputs = specified.rows(slice(0, 1))
     many = specified.rows(torch.zeros(rows, dtype=torch.int64, device=CUDA))
-    backend.mlp(inputs, 1e-5, contract.MLPBuffers(torch.empty_like(inputs.x), *[None] * 5), "fp32")
+    backend.mlp(inputs, 1e-5, contract.MLPBuffers(torch.empty_like(inputs.x)), "fp32")
     out = torch.empty_like(many.x)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
-    backend.mlp(many, 1e-5, contract.MLPBuffers(out, *[None] * 5), "fp32")
+    backend.mlp(many, 1e-5, contract.MLPBuffers(out), "fp32")
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() - held <= 0.8e9 - FIXED_BYTES
 

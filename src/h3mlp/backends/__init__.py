@@ -51,14 +51,13 @@ def mlp_blocks(
 ) -> Iterator[tuple[contract.MLPInputs, contract.MLPBuffers]]:
     """What each block of rows reads and writes: as few blocks as there can be of at most ``most_rows``, and as even.
     Workspaces that are not given are allocated once, for a block."""
-    x, ffn = inputs.x, inputs.fc2_weight_q.shape[1]
-    rows, hidden = x.shape
+    rows = inputs.x.shape[0]
     step = -(-rows // -(-rows // most_rows))
     step = min(step + -step % ROW_TILE, most_rows, rows)
-    shapes = contract.MLPBuffers((step, hidden), (step, hidden), (step,), (step, ffn), (step, ffn), (step,))
+    kinds = contract.mlp_buffer_rows(*inputs.fc2_weight_q.shape).values()
     own = [
-        x.new_empty(shape, dtype=dtype) if given is None else None
-        for given, shape, dtype in zip(buffers, shapes, contract.MLP_BUFFER_DTYPES, strict=True)
+        inputs.x.new_empty((step, *row), dtype=dtype) if given is None else None
+        for given, (dtype, row) in zip(buffers, kinds, strict=True)
     ]
     for first in range(0, rows, step):
         block = slice(first, min(first + step, rows))

@@ -10,7 +10,7 @@ from ..backends import chain, cpu, cute
 
 BACKENDS: tuple[ModuleType, ...] = (cute, chain, cpu)
 """Fastest first. A backend is a module with NAME, ``serves(device) -> (bool, reason)``,
-``fc1_swiglu(inputs, eps, buffers, accumulate, modulation)``."""
+``fc1_swiglu(inputs, eps, buffers, accumulate, modulation)`` and, with ``fp8_mma_form`` behind these, ``mlp``."""
 
 
 class Verdict(NamedTuple):

@@ -30,10 +30,8 @@ _INTO_BUFFERS = torch.ops.h3mlp.mlp_fp8_out.default
 
 _NAMES = (*contract.MLPInputs._fields, *contract.MLPBuffers._fields)
 _ADALN = ("adaln_scale", "adaln_shift", "adaln_index", "gate")
-_WORKSPACES = contract.MLPBuffers._fields[1:]
 REQUIRED = frozenset(contract.MLPInputs._fields).difference(_ADALN)
 """What a caller must give."""
-_NO_WORKSPACES = (None,) * len(_WORKSPACES)
 
 
 @torch.library.impl("h3mlp::mlp_fp8", "default")
@@ -41,7 +39,7 @@ def _functional(*args) -> torch.Tensor:
     inputs, options = contract.MLPInputs(*args[:_OPERANDS]), args[_OPERANDS:]
     _check(inputs, options)
     out = _new_out(inputs)
-    _run(inputs, contract.MLPBuffers(out, *_NO_WORKSPACES), *options)
+    _run(inputs, contract.MLPBuffers(out), *options)
     return out
 
 
@@ -106,17 +104,9 @@ def _check_inputs(given: contract.MLPInputs) -> None:
 
 def _check_buffers(given: contract.MLPBuffers, inputs: contract.MLPInputs) -> None:
     """The caller's buffers: contiguous, with at least M rows."""
-    hidden, ffn = inputs.fc2_weight_q.shape
     rows, device = inputs.x.shape[0], inputs.x.device
-    for name, dtype, row in (
-        ("out", contract.ACTIVATION, (hidden,)),
-        ("workspace_a_q", contract.QUANTIZED, (hidden,)),
-        ("workspace_a_scale", contract.SCALE, ()),
-        ("workspace_y", contract.ACTIVATION, (ffn,)),
-        ("workspace_y_q", contract.QUANTIZED, (ffn,)),
-        ("workspace_y_scale", contract.SCALE, ()),
-    ):
-        buffer = getattr(given, name)
+    kinds = contract.mlp_buffer_rows(*inputs.fc2_weight_q.shape)
+    for buffer, (name, (dtype, row)) in zip(given, kinds.items(), strict=True):
         if buffer is not None:
             arguments.buffer(name, buffer, dtype, rows, row, device)
 

@@ -134,17 +134,18 @@ def run(rows: int | None, seed: int, announce: Callable[[str], None] = lambda _:
     call_bytes = _peak_bytes(operator) if on_cuda else None
 
     sample = spread(rows, SAMPLE_ROWS).to(device)
-    written = _with_workspaces(inputs.rows(sample))
+    sampled_inputs = inputs.rows(sample)
+    written = _with_workspaces(sampled_inputs)
     fc1 = timed(
-        "fp64_reference_of_fc1", lambda: reference.fc1_swiglu_fp8(*inputs.rows(sample).fc1, return_intermediates=True)
+        "fp64_reference_of_fc1", lambda: reference.fc1_swiglu_fp8(*sampled_inputs.fc1, return_intermediates=True)
     )
-    exact = timed("fp64_reference_of_fc2", lambda: _exact_out(written, inputs.rows(sample)))
+    exact = timed("fp64_reference_of_fc2", lambda: _exact_out(written, sampled_inputs))
 
     announce("compare")
     added, added_bf16 = (result.float() - half.residual.float() for result in (out, out_bf16))
     sampled, wanted = added[sample], added_bf16[sample]
-    sampled_half = half.rows(sample)
-    behind_bf16 = sampled_half.residual + sampled_half.added_bf16(written.workspace_y, sampled_half.fc1.adaln_index)
+    residual = sampled_inputs.residual
+    behind_bf16 = residual + half.added_bf16(written.workspace_y, sampled_inputs.adaln_index)
     return Demo(
         rows=rows,
         seed=seed,
@@ -156,7 +157,7 @@ def run(rows: int | None, seed: int, announce: Callable[[str], None] = lambda _:
         weight_bytes_fp8=sum(part.nbytes for part in packed),
         seconds=seconds,
         against_bf16=compare(added, added_bf16),
-        fc1_against_bf16=compare(behind_bf16.float() - sampled_half.residual.float(), wanted),
+        fc1_against_bf16=compare(behind_bf16.float() - residual.float(), wanted),
         y_against_fp64=compare(written.workspace_y, fc1.y),
         against_fp64=compare(written.out, exact),
         violations=violations(out[sample], exact),
@@ -170,15 +171,9 @@ def run(rows: int | None, seed: int, announce: Callable[[str], None] = lambda _:
 
 def _with_workspaces(inputs: contract.MLPInputs) -> contract.MLPBuffers:
     """The operator's output and all that it makes on the way."""
-    (rows, hidden), ffn, x = inputs.x.shape, inputs.fc2_weight_q.shape[1], inputs.x
-    buffers = contract.MLPBuffers(
-        out=torch.empty_like(x),
-        workspace_a_q=x.new_empty((rows, hidden), dtype=contract.QUANTIZED),
-        workspace_a_scale=x.new_empty(rows, dtype=contract.SCALE),
-        workspace_y=x.new_empty((rows, ffn)),
-        workspace_y_q=x.new_empty((rows, ffn), dtype=contract.QUANTIZED),
-        workspace_y_scale=x.new_empty(rows, dtype=contract.SCALE),
-    )
+    kinds = contract.mlp_buffer_rows(*inputs.fc2_weight_q.shape).values()
+    rows = inputs.x.shape[0]
+    buffers = contract.MLPBuffers(*(inputs.x.new_empty((rows, *row), dtype=dtype) for dtype, row in kinds))
     minimax_h3_mlp_fp8(*inputs, **buffers._asdict())
     return buffers
 
