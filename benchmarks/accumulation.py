@@ -24,6 +24,7 @@ from h3mlp import contract, prepare_fc1_weight_fp8, reference, synthetic, unpack
 from h3mlp.accuracy import compare
 from h3mlp.backends.chain import scaled_mm
 from h3mlp.backends.cute import launch, variants
+from h3mlp.backends.cute.product import fc1
 from h3mlp.operators.fc1_swiglu import allocate
 from h3mlp.tools.bench import harness, timing
 
@@ -43,7 +44,7 @@ def inputs(rows: int) -> contract.FC1Inputs:
 def ours(given: contract.FC1Inputs, accumulate: str, interval: int = 256) -> Callable[[], torch.Tensor]:
     """The operator with this interval of promotion; "fast" has none and only stores by it."""
     rows, gpu = given.x.shape[0], launch._gpu(0)
-    gemm = replace(variants.gemm(gpu, HIDDEN, FFN, rows, accumulate, None), interval=interval)
+    gemm = replace(variants.gemm(gpu, fc1(HIDDEN, FFN), rows, accumulate, None), interval=interval)
     kernel = launch._load(gemm, gpu.arch)
     out, a_q, s_row = allocate(given)
     out.fill_(torch.nan)

@@ -17,6 +17,7 @@ from rich.table import Table
 from h3mlp import contract, prepare_fc1_weight_fp8, reference, synthetic
 from h3mlp.accuracy import spread
 from h3mlp.backends.cute import forms, jit, launch, variants
+from h3mlp.backends.cute.product import fc1
 from h3mlp.tools.bench import harness, timing, work
 
 HIDDEN, FFN = contract.HIDDEN, contract.FFN
@@ -28,7 +29,9 @@ def kernels(gpu: variants.Gpu) -> list:
         tiles.append(variants.EMULATED_TILE)
     loads = (False,) if gpu.arch == "sm_89" else (True, False)
     found = forms.OF.get(gpu.arch, (forms.PLAIN,))
-    return [variants.gemm_sm120(gpu, HIDDEN, FFN, tile, form, tma) for form in found for tma in loads for tile in tiles]
+    return [
+        variants.gemm_sm120(gpu, fc1(HIDDEN, FFN), tile, form, tma) for form in found for tma in loads for tile in tiles
+    ]
 
 
 def equal_share(y: torch.Tensor, codes: list[torch.Tensor]) -> float:

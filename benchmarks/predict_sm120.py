@@ -14,6 +14,7 @@ from rich.table import Table
 
 from h3mlp import contract
 from h3mlp.backends.cute import forms, jit, variants
+from h3mlp.backends.cute.product import fc1
 from h3mlp.tools.bench import work
 
 HIDDEN, FFN = contract.HIDDEN, contract.FFN
@@ -90,7 +91,7 @@ def main(rows: int) -> None:
     counts, predictions = {}, []
     for card in CARDS:
         gpu = variants.KNOWN["sm_120a"]._replace(multiprocessors=card.multiprocessors)
-        kernel = variants.gemm_sm120(gpu, HIDDEN, FFN, variants.LARGE_TILES["128x256"], card.form)
+        kernel = variants.gemm_sm120(gpu, fc1(HIDDEN, FFN), variants.LARGE_TILES["128x256"], card.form)
         loop, epilogue = instructions(jit.disassembly(kernel, gpu.arch))
         counts[card.form] = dict.fromkeys(KINDS, 0) | by_kind(loop)
         counts[card.form] |= {"all": len(loop), "a tile's epilogue": len(epilogue)}

@@ -15,6 +15,7 @@ pytest.importorskip("cutlass")
 
 from h3mlp.backends.cute import jit, launch, measure, variants
 from h3mlp.backends.cute.gemm_sm120 import Tile
+from h3mlp.backends.cute.product import fc1
 
 FORMS = {(8, 9): forms.OF["sm_89"], (9, 0): (forms.PLAIN,), (12, 0): forms.OF["sm_120a"], (12, 1): forms.OF["sm_121a"]}
 CAPABILITY = torch.cuda.get_device_capability(CUDA) if torch.cuda.is_available() else None
@@ -27,8 +28,8 @@ LOADS = ("async",) if CAPABILITY == (8, 9) else ("tma", "async")
 
 def kernel(tile: Tile, form: str = FORMS_HERE[0] if FORMS_HERE else "", loads: str = LOADS[0], **sizes: int):
     gpu = launch._gpu(0)
-    sizes = {"hidden": contract.HIDDEN, "ffn": contract.FFN} | sizes
-    built = variants.gemm_sm120(gpu, **sizes, tile=tile, form=form, tma=loads == "tma")
+    product = fc1(**{"hidden": contract.HIDDEN, "ffn": contract.FFN} | sizes)
+    built = variants.gemm_sm120(gpu, product, tile, form, loads == "tma")
     function = jit.load(built, gpu.arch)
     return lambda *arguments: function(*arguments, gpu.multiprocessors)
 
@@ -141,7 +142,7 @@ def operator(monkeypatch, tmp_path):
 
     def gemm(gpu, *arguments):
         built = choose(gpu._replace(arch="sm_120a" if arch == "sm_90a" else arch), *arguments)
-        return variants.gemm_sm120(gpu, built.hidden, built.ffn, built.tile, built.form)
+        return variants.gemm_sm120(gpu, built.product, built.tile, built.form)
 
     monkeypatch.setattr(variants, "gemm", gemm)
     launch.forget_choice()
@@ -185,8 +186,8 @@ def test_warmup_measures_once_and_may_be_told(operator, monkeypatch):
     slowest = max(times, key=times.get)
     h3mlp.warmup(CUDA, [4097], gemm=str(slowest))
     assert choice.current(0, operator) == (slowest, "told by warmup")
-    assert launch._gemm(0, 4097, contract.HIDDEN, contract.FFN, "fp32")[0].name.startswith(
-        f"gemm_sm120_{slowest.tile}_{slowest.form.partition('_')[0]}"
+    assert launch._gemm(0, fc1, contract.HIDDEN, contract.FFN, 4097, "fp32")[0].name.startswith(
+        f"gemm_sm120_swiglu_{slowest.tile}_{slowest.form.partition('_')[0]}"
     )
     with pytest.raises(ValueError, match=r"gemm must be one of .*; it is 'plain:8x8'"):
         h3mlp.warmup(CUDA, gemm="plain:8x8")
@@ -196,13 +197,14 @@ SCRIPT = """
 import torch, h3mlp
 from h3mlp import synthetic, reference
 from h3mlp.backends.cute import jit, launch, variants
+from h3mlp.backends.cute.product import fc1
 gpu, form, loads = launch._gpu(0), {form!r}, {loads!r}
 layer = synthetic.layer(300, hidden=384, ffn=192)
 inputs = (*layer.activations, *h3mlp.prepare_fc1_weight_fp8(layer.weight))
 want = reference.fc1_swiglu_fp8(*inputs, return_intermediates=True)
 a_q, s_row, w_q, w_scale = (t.cuda() for t in (want.a_q, want.s_row, *inputs[5:]))
 for tile in (*variants.SMALL_TILES, *variants.LARGE_TILES.values()):
-    gemm = jit.load(variants.gemm_sm120(gpu, 384, 192, tile, form, loads == "tma"), gpu.arch)
+    gemm = jit.load(variants.gemm_sm120(gpu, fc1(384, 192), tile, form, loads == "tma"), gpu.arch)
     out = torch.full((300, 192), torch.nan, dtype=torch.bfloat16, device="cuda")
     gemm(a_q, s_row, w_q, w_scale, out, 2)  # two CTAs, so that each has many tiles
     assert ((out.cpu().float() - want.y.float()).abs() <= 1e-2 + 1.6e-2 * want.y.float().abs()).all()

@@ -195,7 +195,7 @@ class TestBlocks:
         inputs, buffers = make_mlp_inputs(300), nan_mlp_buffers(300)
         for given, count in ((buffers, 0), (buffers._replace(workspace_y=None, workspace_y_scale=None), 2)):
             with Allocations(*inputs, *buffers) as made:
-                blocks = list(backends.mlp_blocks(inputs, given, 256))
+                blocks = list(backends.mlp_blocks(inputs, given, backends.even_rows(inputs.x.shape[0], 256)))
             assert [len(block.x) for block, _ in blocks] == [256, 44]
             assert len(made.sizes) == count
 

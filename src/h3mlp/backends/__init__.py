@@ -22,6 +22,12 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_aligned(tensor) else tensor.clone()
 
 
+def in_vectors(matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix, or a copy where not every row begins at a multiple of ``ALIGNMENT``."""
+    starts = matrix.data_ptr() | matrix.stride(0) * matrix.itemsize
+    return matrix if starts % ALIGNMENT == 0 else matrix.clone(memory_format=torch.contiguous_format)
+
+
 def no_nvidia_gpu(device: torch.device) -> str | None:
     """Why a backend for NVIDIA GPUs does not serve this device; None where it may."""
     if device.type != "cuda":
@@ -46,17 +52,21 @@ def reference_stage1(
         del found  # or its n, a and a_q, 5 bytes an element, would still be there in the next block
 
 
-def mlp_blocks(
-    inputs: contract.MLPInputs, buffers: contract.MLPBuffers, most_rows: int
-) -> Iterator[tuple[contract.MLPInputs, contract.MLPBuffers]]:
-    """What each block of rows reads and writes: as few blocks as there can be of at most ``most_rows``, and as even.
-    Workspaces that are not given are allocated once, for a block."""
-    rows = inputs.x.shape[0]
+def even_rows(rows: int, most_rows: int) -> int:
+    """Rows of a block where there are as few blocks as there can be of at most ``most_rows``, and as even."""
     step = -(-rows // -(-rows // most_rows))
-    step = min(step + -step % ROW_TILE, most_rows, rows)
+    return min(step + -step % ROW_TILE, most_rows, rows)
+
+
+def mlp_blocks(
+    inputs: contract.MLPInputs, buffers: contract.MLPBuffers, step: int
+) -> Iterator[tuple[contract.MLPInputs, contract.MLPBuffers]]:
+    """What each block of ``step`` rows reads and writes; the last one has what is left. Workspaces that are not given
+    are allocated once, for a block."""
+    rows = inputs.x.shape[0]
     kinds = contract.mlp_buffer_rows(*inputs.fc2_weight_q.shape).values()
     own = [
-        inputs.x.new_empty((step, *row), dtype=dtype) if given is None else None
+        inputs.x.new_empty((min(step, rows), *row), dtype=dtype) if given is None else None
         for given, (dtype, row) in zip(buffers, kinds, strict=True)
     ]
     for first in range(0, rows, step):

@@ -18,6 +18,7 @@ from .. import contract
 from . import (
     ROW_TILE,
     aligned,
+    even_rows,
     gated_residual_,
     mlp_blocks,
     no_nvidia_gpu,
@@ -70,7 +71,8 @@ def mlp(
 ) -> None:
     """The MLP, likewise. Of the buffers only ``out`` must be there."""
     fast = accumulate == "fast"
-    for block, written in mlp_blocks(inputs, buffers, _block_rows(inputs.fc1_weight_q.shape[0], 2)):
+    step = even_rows(inputs.x.shape[0], _block_rows(inputs.fc1_weight_q.shape[0], 2))
+    for block, written in mlp_blocks(inputs, buffers, step):
         fc1_swiglu(block.fc1, eps, written.fc1, accumulate, modulation)
         quantize_rows(written.workspace_y, written.workspace_y_q, written.workspace_y_scale)
         gemm_gated_residual(written.workspace_y_q, written.workspace_y_scale, block, written.out, fast)

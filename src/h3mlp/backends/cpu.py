@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from .. import contract
-from . import gated_residual_, mlp_blocks, reference_quantize_rows, reference_stage1
+from . import even_rows, gated_residual_, mlp_blocks, reference_quantize_rows, reference_stage1
 
 NAME = "cpu"
 
@@ -52,7 +52,7 @@ def mlp(
     fp8_mma_form: int = -1,  # noqa: ARG001
 ) -> None:
     """The MLP, likewise. Of the buffers only ``out`` must be there."""
-    for block, written in mlp_blocks(inputs, buffers, GEMM_ROWS):
+    for block, written in mlp_blocks(inputs, buffers, even_rows(inputs.x.shape[0], GEMM_ROWS)):
         fc1_swiglu(block.fc1, eps, written.fc1, accumulate, modulation)
         y_q, s_y = written.workspace_y_q, written.workspace_y_scale
         reference_quantize_rows(written.workspace_y, y_q, s_y, NORM_ROWS)

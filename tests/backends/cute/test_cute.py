@@ -6,10 +6,9 @@ import importlib.util
 
 import pytest
 import torch
-from helpers import exact_o, make_inputs, make_mlp_inputs, nan_buffers, nan_mlp_buffers, shifted, without_adaln
+from helpers import make_inputs, make_mlp_inputs, nan_buffers, nan_mlp_buffers, shifted, without_adaln
 
-from h3mlp import reference
-from h3mlp.backends import chain, cute
+from h3mlp.backends import cute
 
 CUDA = torch.device("cuda", 0)
 
@@ -98,7 +97,7 @@ def launched(monkeypatch):
     def load(kernel, arch):
         def run(*arguments):
             calls.append((kernel.name, arch, arguments))
-            for written in arguments[5:7] if kernel.name.startswith("norm_quant") else arguments[4:5]:
+            for written in _written(kernel.name, arguments):
                 written.fill_(1)
 
         return run
@@ -106,11 +105,20 @@ def launched(monkeypatch):
     monkeypatch.setattr(jit, "load", load)
     monkeypatch.setattr(launch, "_gpu", lambda _device: variants.KNOWN["sm_90a"])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # as the index of a CPU tensor's device
-    for cached in (launch._norm_quant, launch._gemm, launch._chosen):
+    caches = launch._norm_quant, launch._gemm, launch._quantize_rows, launch._chosen
+    for cached in caches:
         cached.cache_clear()
     yield calls
-    for cached in (launch._norm_quant, launch._gemm, launch._chosen):
+    for cached in caches:
         cached.cache_clear()
+
+
+def _written(name: str, arguments: tuple) -> tuple:
+    if name.startswith("norm_quant"):
+        return arguments[5:7]
+    if name == "quantize_rows":
+        return arguments[1:3]
+    return arguments[7:8] if "_gated_" in name else arguments[4:5]
 
 
 def names(calls: list) -> list[str]:
@@ -123,7 +131,12 @@ def test_both_kernels_are_launched_once(launched):
     inputs, buffers = make_inputs(5), nan_buffers(5)
     launch.fc1_swiglu(inputs, 1e-5, buffers, "fp32")
     launch.fc1_swiglu(inputs._replace(adaln_index=inputs.adaln_index.int()), 1e-5, buffers, "fast")
-    assert names(launched) == ["norm_quant_i64", "gemm_sm90_128x32_fp32", "norm_quant_i32", "gemm_sm90_128x32_fast"]
+    assert names(launched) == [
+        "norm_quant_i64",
+        "gemm_sm90_swiglu_128x32_fp32",
+        "norm_quant_i32",
+        "gemm_sm90_swiglu_128x32_fast",
+    ]
     _, arch, stage1 = launched[0]
     assert arch == "sm_90a"
     assert all(
@@ -174,7 +187,7 @@ def test_warmup_launches_each_kernel_once(launched, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
     launch.warmup(torch.device("cpu"), (1, 5, 32, 33472), 384, 14336, "fast")
-    gemms = ["gemm_sm90_128x160_fast", "gemm_sm90_128x32_fast"]
+    gemms = ["gemm_sm90_swiglu_128x160_fast", "gemm_sm90_swiglu_128x32_fast"]
     assert sorted(names(launched)) == [*gemms, "norm_quant_i32", "norm_quant_i64", "norm_quant_plain"]
     launched.clear()
     launch.warmup(torch.device("cpu"), (1, 33472), 384, 14336, "fast", modulation="eager")
@@ -206,47 +219,85 @@ def test_mma_sync_kernels_of_small_and_large_calls(launched, monkeypatch, arch, 
     for rows in (1, 33, 5000):
         launch.fc1_swiglu(make_inputs(rows), 1e-5, nan_buffers(rows), "fp32")
     tiles = ["16x128", "64x128", "256x128"]
-    assert names(launched)[1::2] == [f"gemm_sm120_{tile}_plain{loads}" for tile in tiles]
+    assert names(launched)[1::2] == [f"gemm_sm120_swiglu_{tile}_plain{loads}" for tile in tiles]
     assert {found for _, found, _ in launched} == {arch}
 
 
 class TestMLP:
-    def test_fc1_is_the_kernels_and_the_rest_the_chains(self, launched, monkeypatch):
-        """In blocks of 256 and 44 rows. The kernels write 1 everywhere, so y is 1, its scale 1/448, its codes 448."""
+    def test_four_kernels_a_block(self, launched, monkeypatch):
+        """Blocks of 256 and 44 rows."""
         from h3mlp.backends.cute import launch
 
-        def scaled_mm(a_q, w_q, s_row, w_scale, fast):
-            assert (a_q.float() == 448).all()
-            assert fast
-            return reference.dequantize(reference.accumulate(a_q, w_q), s_row, w_scale)
-
-        monkeypatch.setattr(chain, "scaled_mm", scaled_mm)
         monkeypatch.setattr(launch, "MLP_ROWS", 256)
         inputs, buffers = make_mlp_inputs(300), nan_mlp_buffers(300)
         launch.mlp(inputs, 1e-5, buffers, "fast")
-        assert names(launched)[::2] == ["norm_quant_i64"] * 2
-        assert names(launched)[1::2] == ["gemm_sm90_128x128_fast", "gemm_sm90_128x64_fast"]
-        want = reference.gated_residual(exact_o(buffers, inputs), inputs.gate, inputs.residual, inputs.adaln_index)
-        assert torch.equal(buffers.out, want)
-        assert (buffers.workspace_y == 1).all()
+        first, second = names(launched)[:4], names(launched)[4:]
+        gemm = "gemm_sm90_{}_128x{}_fast"
+        assert first == ["norm_quant_i64", gemm.format("swiglu", 128), "quantize_rows", gemm.format("gated", 128)]
+        assert second == ["norm_quant_i64", gemm.format("swiglu", 64), "quantize_rows", gemm.format("gated", 64)]
+        assert all((buffer.float() == 1).all() for buffer in buffers)
+        y_q, s_y, w_q, w_scale, gate, index, residual, out, multiprocessors = launched[7][2]
+        for got, given in zip((y_q, s_y, residual, out), (*buffers[4:], inputs.residual, buffers.out), strict=True):
+            assert got.data_ptr() == given[256:].data_ptr()
+            assert len(got) == 44
+        assert (w_q, w_scale, gate) == (inputs.fc2_weight_q, inputs.fc2_weight_scale, inputs.gate)
+        assert torch.equal(index.view(torch.int64), inputs.adaln_index[256:]), "as words of 32 bits, the lower first"
+        assert multiprocessors == 132
 
-    @pytest.mark.parametrize(("form", "name"), [(-1, "unit"), (0, "plain"), (2, "unit")])
-    def test_the_form_reaches_the_gemm(self, launched, monkeypatch, form, name):
+    def test_indices_of_32_bits_and_none(self, launched):
+        from h3mlp.backends.cute import launch
+
+        inputs, buffers = make_mlp_inputs(3), nan_mlp_buffers(3)
+        narrow = inputs._replace(adaln_index=inputs.adaln_index.int())
+        for given in (narrow, without_adaln(inputs)):
+            launch.mlp(given, 1e-5, buffers, "fp32")
+        index, (gate, none) = launched[3][2][5], launched[7][2][4:6]
+        assert torch.equal(index, narrow.adaln_index)
+        assert torch.equal(gate, torch.ones(1, 384, dtype=torch.bfloat16))
+        assert len(none) == 0
+
+    def test_the_form_reaches_both_gemms(self, launched, monkeypatch):
         from h3mlp.backends.cute import choice, launch, variants
 
         monkeypatch.setattr(launch, "_gpu", lambda _device: variants.KNOWN["sm_120a"])
         monkeypatch.setattr(choice, "current", lambda *_: (choice.Choice("unit_scale", "128x256"), "told"))
-        monkeypatch.setattr(chain, "scaled_mm", lambda a, w, *_: torch.ones(len(a), len(w), dtype=torch.bfloat16))
-        launch.mlp(make_mlp_inputs(3), 1e-5, nan_mlp_buffers(3), "fp32", "fused", form)
-        assert names(launched)[1] == f"gemm_sm120_16x128_{name}"
+        for form, name in ((-1, "unit"), (0, "plain"), (2, "unit")):
+            launched.clear()
+            launch.mlp(make_mlp_inputs(3), 1e-5, nan_mlp_buffers(3), "fp32", "fused", form)
+            assert names(launched)[1::2] == [f"gemm_sm120_{end}_16x128_{name}" for end in ("swiglu", "gated")]
 
-    def test_without_the_librarys_gemm_it_is_refused(self, launched, monkeypatch):
-        monkeypatch.setattr(chain, "serves", lambda _device: (False, "needs torch.nn.functional.scaled_mm"))
-        buffers = nan_mlp_buffers(3)
-        with pytest.raises(NotImplementedError, match=r"backend chain, which stands in for it, needs torch\.nn"):
-            cute.mlp(make_mlp_inputs(3), 1e-5, buffers, "fp32")
-        assert not launched
-        assert all(buffer.float().isnan().all() for buffer in buffers)
+    @pytest.mark.parametrize(
+        "name",
+        ["out", "workspace_a_q", "workspace_y", "workspace_y_q", "fc1_weight_q", "fc2_weight_q", "gate", "residual"],
+    )
+    def test_where_a_kernel_cannot_go_a_copy_does(self, launched, name):
+        from h3mlp.backends.cute import launch
+
+        inputs, buffers = make_mlp_inputs(5), nan_mlp_buffers(5)
+        if name in inputs._fields:
+            inputs = inputs._replace(**{name: shifted(getattr(inputs, name))})
+        else:
+            buffers = buffers._replace(**{name: shifted(getattr(buffers, name))})
+        launch.mlp(inputs, 1e-5, buffers, "fp32")
+        (_, _, stage2), (_, _, quantize), (_, _, stage3) = launched[1:]
+        assert stage2[4] is quantize[0]
+        used = {"workspace_a_q": stage2[0], "fc1_weight_q": stage2[2], "workspace_y": stage2[4]}
+        used |= {"workspace_y_q": stage3[0], "fc2_weight_q": stage3[2], "gate": stage3[4]}
+        used |= {"residual": stage3[6], "out": stage3[7]}
+        assert all(t.data_ptr() % 16 == 0 for t in used.values())
+        given = {**inputs._asdict(), **buffers._asdict()}
+        copied = [other for other in used if used[other].data_ptr() != given[other].data_ptr()]
+        assert copied == [name], "no other tensor is copied"
+        assert all((buffer.float() == 1).all() for buffer in buffers)
+
+    @pytest.mark.parametrize("name", ["gate", "residual"])
+    def test_rows_with_odd_gaps_are_copied(self, launched, name):
+        from h3mlp.backends.cute import launch
+
+        inputs = make_mlp_inputs(5)
+        gaps = getattr(inputs, name).new_zeros((len(getattr(inputs, name)), 388))[:, :384]
+        launch.mlp(inputs._replace(**{name: gaps}), 1e-5, nan_mlp_buffers(5), "fp32")
+        assert launched[3][2][{"gate": 4, "residual": 6}[name]].is_contiguous()
 
 
 @pytest.mark.parametrize("measured", [False, True])
@@ -266,9 +317,9 @@ def test_warmup_measures_unless_it_was_measured_or_is_told(launched, monkeypatch
     monkeypatch.delenv(choice.ENVIRONMENT, raising=False)
     launch.warmup(device, (5000,), 384, 128, "fp32")
     assert sources == ({"measured"} if measured else {"measured", "ran"})
-    assert names(launched)[-1] == f"gemm_sm120_{last.tile}_plain"
+    assert names(launched)[-1] == f"gemm_sm120_swiglu_{last.tile}_plain"
     launch.warmup(device, (5000,), 384, 128, "fp32", str(first))
-    assert names(launched)[-1] == f"gemm_sm120_{first.tile}_unit"
+    assert names(launched)[-1] == f"gemm_sm120_swiglu_{first.tile}_unit"
 
 
 def test_without_the_memory_to_measure_the_default_serves(launched, monkeypatch, caplog, tmp_path):
@@ -283,7 +334,7 @@ def test_without_the_memory_to_measure_the_default_serves(launched, monkeypatch,
     monkeypatch.setattr(measure, "run", fail)
     monkeypatch.delenv(choice.ENVIRONMENT, raising=False)
     launch.warmup(torch.device("cpu"), (5000,), 384, 128, "fp32")
-    assert names(launched)[-1] == "gemm_sm120_128x256_plain_async"
+    assert names(launched)[-1] == "gemm_sm120_swiglu_128x256_plain_async"
     assert "are not measured, plain:128x256 is used: CUDA out of memory" in caplog.text
 
 
@@ -294,7 +345,7 @@ def test_a_failed_launch_says_what_was_attempted():
     def fail(*_arguments):
         raise RuntimeError("CUDA Error Code: 1")
 
-    kernel = launch._Kernel("gemm_sm90_128x160_fp32", fail)
-    message = "kernel gemm_sm90_128x160_fp32 was not launched on cpu for 77 rows: CUDA Error Code: 1"
+    kernel = launch._Kernel("gemm_sm90_swiglu_128x160_fp32", fail)
+    message = "kernel gemm_sm90_swiglu_128x160_fp32 was not launched on cpu for 77 rows: CUDA Error Code: 1"
     with pytest.raises(RuntimeError, match=message):
         kernel.launch(77, torch.zeros(1))

@@ -8,12 +8,14 @@ pytest.importorskip("cutlass")
 
 from h3mlp.backends.cute import forms, jit, sass, stages, variants
 from h3mlp.backends.cute.gemm_sm120 import GemmSm120, Tile
+from h3mlp.backends.cute.product import SWIGLU, Product, fc1, fc2
 
 
 def test_a_block_of_weight_rows():
-    """Rows of n8 atom j hold output columns 8 t + 2 j + e of the block, in the order of an accumulator's columns; gates
-    in the first four atoms, ups in the others. And TMA's strides say the same as cp.async's function."""
-    packed = [stages.packed_row(row) for row in range(64)]
+    """Rows of n8 atom j hold columns 8 t + 2 j + e of y, in the order of an accumulator's columns; gates in the first
+    four atoms, ups in the others; or columns 16 t + 2 j + e of out. And TMA's strides say the same as cp.async's
+    function."""
+    packed = [stages.source_row(row) for row in range(64)]
     assert sorted(packed) == list(range(64))
     (e, t, j), (e_stride, t_stride, j_stride) = stages.BLOCK_ORDER, stages.BLOCK_STRIDES
     strides = (x * e_stride + y * t_stride + z * j_stride for z in range(j) for y in range(t) for x in range(e))
@@ -21,7 +23,8 @@ def test_a_block_of_weight_rows():
     for row, in_memory in enumerate(packed):
         atom, t, e = row // 8, row % 8 // 2, row % 2
         column, up = 8 * t + 2 * (atom % 4) + e, atom // 4
-        assert in_memory == 16 * (column // 8) + column % 8 + 8 * up, "the row order of the weights"
+        assert in_memory == 16 * (column // 8) + column % 8 + 8 * up, "the row order of FC1"
+        assert in_memory == 16 * t + 2 * atom + e, "FC2"
 
 
 @pytest.mark.parametrize("stage_k", [64, 128])
@@ -52,15 +55,17 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("product_of", [fc1, fc2])
 @pytest.mark.parametrize(("arch", "form", "tile"), CASES)
-def test_machine_code(arch, form, tile):
+def test_machine_code(arch, form, tile, product_of):
     """A step of 32 of K has 4 x 8 products of a warp, and a stage of 64 of K is the loop's body, in which all are.
     ``h3mlp kernels`` asks the same of every kernel."""
     try:
         sass.nvdisasm()
     except RuntimeError:
         pytest.skip("no nvdisasm")
-    kernel = variants.gemm_sm120(variants.KNOWN[arch], contract.HIDDEN, contract.FFN, variants.LARGE_TILES[tile], form)
+    product = product_of(contract.HIDDEN, contract.FFN)
+    kernel = variants.gemm_sm120(variants.KNOWN[arch], product, variants.LARGE_TILES[tile], form)
     report = jit.inspect(kernel, arch)
     assert not report.spills
     assert report.fits
@@ -71,7 +76,17 @@ def test_machine_code(arch, form, tile):
 
 def test_an_uneven_tile_is_refused():
     """384 threads copy 96 rows of 64 bytes at once, 32 threads 4 rows of 128 bytes."""
+    product = Product(384, 128, SWIGLU)
     for tile, at_once, name in ((Tile(32, (3, 4), 64, 4), 96, "96x256"), (Tile(32, (1, 1), 128, 4), 4, "32x64")):
-        GemmSm120(384, 64, tile, forms.PLAIN, tma=True, group=1)
+        GemmSm120(product, tile, forms.PLAIN, tma=True, group=1)
         with pytest.raises(ValueError, match=f"rows that are copied {at_once} at once, .*; it is {name}"):
-            GemmSm120(384, 64, tile, forms.PLAIN, tma=False, group=1)
+            GemmSm120(product, tile, forms.PLAIN, tma=False, group=1)
+
+
+def test_a_k_that_ends_within_a_stage_gets_shorter_stages():
+    """F may be any multiple of 64."""
+    small, gpu = variants.SMALL_TILES[0], variants.KNOWN["sm_89"]
+    assert variants.gemm_sm120(gpu, fc2(384, 128), small, forms.PLAIN).tile.stage_k == 128
+    assert variants.gemm_sm120(gpu, fc2(384, 192), small, forms.PLAIN).tile.stage_k == 64
+    with pytest.raises(ValueError, match=r"product\.k must be a multiple of 128, the tile's; it is 192"):
+        GemmSm120(fc2(384, 192), small, forms.PLAIN, tma=True, group=1)

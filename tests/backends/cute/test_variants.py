@@ -7,8 +7,12 @@ from h3mlp import contract
 pytest.importorskip("cutlass")
 
 from h3mlp.backends.cute import choice, jit, sass, variants
-from h3mlp.backends.cute.gemm_sm90 import STAGE_K, TILE_ROWS, GemmSm90
+from h3mlp.backends.cute.epilogue_sm90 import TILE_ROWS
+from h3mlp.backends.cute.gemm_sm90 import STAGE_K, GemmSm90
 from h3mlp.backends.cute.gemm_sm120 import GemmSm120
+from h3mlp.backends.cute.product import fc1, fc2
+
+FC1, FC2 = fc1(contract.HIDDEN, contract.FFN), fc2(contract.HIDDEN, contract.FFN)
 
 SHARED_LIMIT = 227 * 1024
 
@@ -17,7 +21,7 @@ SHARED_LIMIT = 227 * 1024
     ("rows", "tokens"), [(1, 32), (32, 32), (33, 64), (64, 64), (65, 128), (128, 128), (33472, 160), (109_952, 160)]
 )
 def test_tile_tokens(rows, tokens):
-    assert variants.tile_tokens(contract.FFN, rows, 132) == tokens
+    assert variants.tile_tokens(FC1, rows, 132) == tokens
 
 
 @pytest.mark.parametrize("rows", range(129, 5000, 97))
@@ -27,7 +31,7 @@ def test_no_other_tile_takes_fewer_waves_of_tokens(rows):
     def time(tokens):
         return -(-112 * -(-rows // tokens) // 66) * (tokens + variants.TILE_OVERHEAD)
 
-    chosen = variants.tile_tokens(contract.FFN, rows, 132)
+    chosen = variants.tile_tokens(FC1, rows, 132)
     assert time(chosen) == min(time(128), time(160))
 
 
@@ -56,33 +60,34 @@ def test_every_mma_sync_kernel_is_found_once(arch):
 @pytest.mark.parametrize("large", choice.TILES)
 def test_the_mma_sync_tile_for_a_number_of_rows(sms, large):
     for rows, tokens in ((1, 16), (16, 16), (17, 32), (33, 64), (64, 64)):
-        tile = variants.sm120_tile(contract.FFN, rows, sms, large)
+        tile = variants.sm120_tile(FC1, rows, sms, large)
         assert (tile.tokens, tile.rows) == (tokens, 128)
         assert 2 * contract.FFN // tile.rows == 224 > sms, "every SM has a tile"
-    assert variants.sm120_tile(contract.FFN, 33472, sms, large).name == large
+    assert variants.sm120_tile(FC1, 33472, sms, large).name == large
     for rows in range(65, 3000, 13):
-        tile = variants.sm120_tile(contract.FFN, rows, sms, large)
+        tile = variants.sm120_tile(FC1, rows, sms, large)
         assert tile in (variants.SMALL_TILES[-1], variants.LARGE_TILES[large])
 
 
 def test_a_group_of_token_tiles_takes_a_quarter_of_the_l2():
     for gpu in variants.KNOWN.values():
         for tile in variants.LARGE_TILES.values():
-            kernel = variants.gemm_sm120(gpu, contract.HIDDEN, contract.FFN, tile, "plain")
+            kernel = variants.gemm_sm120(gpu, FC1, tile, "plain")
             assert kernel.group * tile.tokens * contract.HIDDEN <= gpu.l2_bytes / 4
             assert (kernel.group + 1) * tile.tokens * contract.HIDDEN > gpu.l2_bytes / 4
-    assert variants.gemm_sm120(gpu, 2**20, 64, tile, "plain").group == 1
+    assert variants.gemm_sm120(gpu, fc1(2**20, 64), tile, "plain").group == 1
 
 
+@pytest.mark.parametrize("product", [FC1, FC2], ids=["fc1", "fc2"])
 @pytest.mark.parametrize("tokens", variants.STAGES)
-def test_the_gemm_in_machine_code(tokens):
+def test_the_gemm_in_machine_code(tokens, product):
     """It fits in an SM, keeps all in registers, and its wgmmas run asynchronously. They are two stages before the loop
     over K and in it, and in as many unrolled intervals as a tile has batches: four for each stage."""
     try:
         sass.nvdisasm()
     except RuntimeError:
         pytest.skip("no nvdisasm")
-    kernel = variants.gemm_sm90(contract.HIDDEN, contract.FFN, tokens, "fp32")
+    kernel = variants.gemm_sm90(product, tokens, "fp32")
     report = jit.inspect(kernel, "sm_90a")
     assert not report.spills
     assert not report.serialized

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ... import contract
-from .. import chain, no_nvidia_gpu
+from .. import no_nvidia_gpu
 
 if TYPE_CHECKING:
     from .jit import Kernel
@@ -55,17 +55,9 @@ def mlp(
     modulation: str = "fused",
     fp8_mma_form: int = -1,
 ) -> None:
-    """The MLP, likewise: FC1 by the kernels, what follows by the steps of ``chain``. Only ``out`` must be among the
-    buffers.
-
-    Raises:
-        NotImplementedError: ``chain`` does not serve the device.
-    """
+    """The MLP, likewise. Only ``out`` must be among the buffers."""
     from . import launch
 
-    serves, reason = chain.serves(inputs.x.device)
-    if not serves:
-        raise NotImplementedError(f"FC2 has no kernel here yet, and backend chain, which stands in for it, {reason}")
     launch.mlp(inputs, eps, buffers, accumulate, modulation, fp8_mma_form)
 
 

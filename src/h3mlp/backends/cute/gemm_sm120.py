@@ -1,7 +1,7 @@
-"""Stage 2 on sm_120, sm_121 and sm_89: FP8 GEMM on mma.sync, with dequantization and SwiGLU in its epilogue.
+"""The FP8 GEMM on sm_120, sm_121 and sm_89, on mma.sync, with SwiGLU or the gated residual in its epilogue.
 
-The problem: h = a_q . w_q^T, [M, H] x [H, 2F], then y = swiglu(h) of half as many columns. The tokens are mma.sync's M,
-the weight rows its N: n8 atoms of gates and of ups of the same outputs are then accumulators of the same thread.
+The problem: a_q . w_q^T, [M, K] x [K, N]. The tokens are mma.sync's M, the weight rows its N: n8 atoms of gates and of
+ups of the same outputs are then accumulators of the same thread.
 
 What shaped it:
 
@@ -20,17 +20,15 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr, pipeline
+from cutlass import Float32, Int32, Uint32, const_expr, pipeline
 
-from . import epilogue, forms, mma_sync, operands, ptx, schedule, stages
+from . import epilogue, forms, mma_sync, operands, prologue, ptx, schedule, stages
+from .product import SWIGLU, Product
 from .stages import BLOCK, CHUNK, LANES
-from .vectors import vector_at
+from .vectors import address_of, vector_at
 
 ATOMS = BLOCK // mma_sync.N
-"""n8 atoms of a warp: four of gates, then four of ups."""
-
-OUTPUTS = BLOCK // 2
-"""Columns of y of a warp: 8 a thread."""
+"""n8 atoms of a warp, of which a thread has 16 neighbouring weight rows: 8 gates and their ups, or 16 outputs."""
 
 WAYS = 2
 """Operand fragments of a warp: it loads one set while it multiplies the other."""
@@ -80,11 +78,10 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class GemmSm120:
+class GemmSm120(operands.Launches):
     """One compiled variant; the fields are everything it depends on."""
 
-    hidden: int
-    ffn: int
+    product: Product
     tile: Tile
     form: str
     """Of ``forms``."""
@@ -98,11 +95,13 @@ class GemmSm120:
         if not self.tma and (at_once % 8 or tile.tokens % at_once or tile.rows % at_once):
             wanted = f"of rows that are copied {at_once} at once, a multiple of 8"
             raise ValueError(f"tile must be {wanted}, without remainder; it is {tile.name}")
+        if self.product.k % tile.stage_k:
+            raise ValueError(f"product.k must be a multiple of {tile.stage_k}, the tile's; it is {self.product.k}")
 
     @property
     def name(self) -> str:
         form = self.form.partition("_")[0]
-        return f"gemm_sm120_{self.tile.name}_{form}{'' if self.tma else '_async'}"
+        return f"gemm_sm120_{self.product.end}_{self.tile.name}_{form}{'' if self.tma else '_async'}"
 
     @property
     def multiplies_with(self) -> str:
@@ -110,20 +109,16 @@ class GemmSm120:
 
     @property
     def row_tiles(self) -> int:
-        return -(-2 * self.ffn // self.tile.rows)
-
-    def trace(self):
-        """The host function and what it is compiled for."""
-        return self.launch, operands.stand_ins(self.hidden, self.ffn)
+        return -(-self.product.n // self.tile.rows)
 
     @cute.jit
-    def launch(
+    def enqueue(
         self,
         a_q: cute.Tensor,
         s_row: cute.Tensor,
         w_q: cute.Tensor,
         w_scale: cute.Tensor,
-        out: cute.Tensor,
+        target: tuple,
         multiprocessors: Int32,
         stream,
     ):
@@ -134,7 +129,7 @@ class GemmSm120:
             sources = stages.TmaLoads.sources(self, w_q, a_q, w_smem, a_smem)
         token_tiles = (cute.size(a_q, mode=[0]) + self.tile.tokens - 1) // self.tile.tokens
         ctas = cutlass.min(multiprocessors * self.tile.ctas, self.row_tiles * token_tiles)
-        self.kernel(sources, s_row, w_scale, out, w_smem, a_smem, token_tiles).launch(
+        self.kernel(sources, s_row, w_scale, target, w_smem, a_smem, token_tiles).launch(
             grid=(ctas, 1, 1),
             block=(self.tile.threads, 1, 1),
             min_blocks_per_mp=self.tile.ctas,
@@ -149,7 +144,7 @@ class GemmSm120:
         sources: tuple,
         s_row: cute.Tensor,
         w_scale: cute.Tensor,
-        out: cute.Tensor,
+        target: tuple,
         w_smem: cute.ComposedLayout,
         a_smem: cute.ComposedLayout,
         token_tiles: Int32,
@@ -159,15 +154,17 @@ class GemmSm120:
         ring.init_barriers(thread)
         loads = (stages.TmaLoads if self.tma else stages.AsyncLoads)(self, ring, *sources, thread)
         tiles = schedule.Tiles(self.row_tiles, token_tiles, self.group)
-        Warp(self, tiles, ring, loads, s_row, w_scale, out, thread).run()
+        Warp(self, tiles, ring, loads, s_row, w_scale, target, thread).run()
 
 
 class Warp:
     """``warp_tokens`` tokens by one block of weight rows of every tile."""
 
-    def __init__(self, gemm: GemmSm120, tiles: schedule.Tiles, ring: stages.Ring, loads, s_row, w_scale, out, thread):
+    def __init__(
+        self, gemm: GemmSm120, tiles: schedule.Tiles, ring: stages.Ring, loads, s_row, w_scale, target, thread
+    ):
         self.gemm, self.tile, self.tiles, self.ring, self.loads = gemm, gemm.tile, tiles, ring, loads
-        self.s_row, self.w_scale, self.out = s_row, w_scale, out
+        self.s_row, self.w_scale, self.target = s_row, w_scale, target
         self.lane, warp = thread % LANES, cute.arch.make_warp_uniform(thread // LANES)
         self.token, self.block = warp % gemm.tile.warps[0] * gemm.tile.warp_tokens, warp // gemm.tile.warps[0]
         self.m_atoms, self.steps = gemm.tile.warp_tokens // mma_sync.M, gemm.tile.stage_k // mma_sync.K
@@ -184,7 +181,7 @@ class Warp:
     @cute.jit
     def run(self):
         tiles, full = self.tiles, self.ring.full
-        depth = const_expr(self.gemm.hidden // self.tile.stage_k)
+        depth = const_expr(self.gemm.product.k // self.tile.stage_k)
         ahead = const_expr(min(self.tile.stages - 1, depth))
         filled = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.tile.stages)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.tile.stages)
@@ -252,11 +249,11 @@ class Warp:
 
     @cute.jit
     def store(self, row, token):
-        """Dequantize, SwiGLU, and store: a thread has 8 columns of two rows of each m16 atom."""
+        """Dequantize, and end as the product does: a thread has 16 weight rows, two rows of each m16 atom."""
         block, s_row, w_scale = row * self.tile.blocks + self.block, self.s_row, self.w_scale
         first = token * self.tile.tokens + self.token + self.lane // 4
-        column = block * OUTPUTS + self.lane % 4 * 8
-        if block * BLOCK < 2 * self.gemm.ffn:
+        column = block * BLOCK + self.lane % 4 * 16
+        if block * BLOCK < self.gemm.product.n:
             s = cute.make_rmem_tensor((2, self.m_atoms), Float32)
             for m in cutlass.range_constexpr(self.m_atoms):
                 for half in cutlass.range_constexpr(2):
@@ -265,20 +262,42 @@ class Warp:
                         s[half, m] = s_row[first + 16 * m + 8 * half]
             scales = cute.make_rmem_tensor((2, ATOMS), Float32)
             for i in cutlass.range_constexpr(2 * ATOMS):
-                scales[i] = w_scale[2 * column + i]  # 8 gates, then their 8 ups
+                scales[i] = w_scale[column + i]
             for m in cutlass.range_constexpr(self.m_atoms):
                 for half in cutlass.range_constexpr(2):
                     index = first + 16 * m + 8 * half
                     if index < cute.size(s_row):
-                        y = cute.make_rmem_tensor(4, Uint32)
-                        for j in cutlass.range_constexpr(4):
-                            gate = self.h(m, half, j, s[half, m], scales)
-                            up = self.h(m, half, j + 4, s[half, m], scales)
-                            y[j] = epilogue.swiglu(gate, up)
-                        address = self.out.iterator.toint() + (Int64(index) * self.gemm.ffn + column) * 2
-                        cute.autovec_copy(y, vector_at(address, 16))
+                        if const_expr(self.gemm.product.end == SWIGLU):
+                            self.swiglu(m, half, index, column, s[half, m], scales)
+                        else:
+                            self.gated_residual(m, half, index, column, s[half, m], scales)
+
+    @cute.jit
+    def swiglu(self, m: cutlass.Constexpr, half: cutlass.Constexpr, index, column, s_row, scales: cute.Tensor):
+        """8 gates, then their 8 ups."""
+        (out,) = self.target
+        y = cute.make_rmem_tensor(4, Uint32)
+        for j in cutlass.range_constexpr(4):
+            y[j] = epilogue.swiglu(self.h(m, half, j, s_row, scales), self.h(m, half, j + 4, s_row, scales))
+        cute.autovec_copy(y, vector_at(address_of(out, index, column // 16), 16))
+
+    @cute.jit
+    def gated_residual(self, m: cutlass.Constexpr, half: cutlass.Constexpr, index, column, s_row, scales: cute.Tensor):
+        out, gate, table_index, residual = self.target
+        gate_rows = cute.size(gate, mode=[0])
+        gate_row = epilogue.gate_row(table_index, index, cute.size(self.s_row), gate_rows)
+        for vector in cutlass.range_constexpr(2):
+            gates, words = (cute.make_rmem_tensor(4, Uint32) for _ in range(2))
+            at = column // 8 + vector
+            cute.autovec_copy(vector_at(address_of(gate, cutlass.max(gate_row, 0), at), 16), gates)
+            cute.autovec_copy(vector_at(address_of(residual, index, at), 16), words)
+            for j in cutlass.range_constexpr(4):
+                o = self.h(m, half, 4 * vector + j, s_row, scales)
+                whole = epilogue.gated_residual(o, gates[j], words[j])
+                words[j] = cutlass.select_(gate_row == prologue.OUTSIDE, words[j], whole)
+            cute.autovec_copy(words, vector_at(address_of(out, index, at), 16))
 
     def h(self, m: int, half: int, n: int, s_row, scales: cute.Tensor):
-        """Two neighbouring h of an n8 atom."""
+        """Two neighbouring outputs of an n8 atom, or two gates or ups."""
         acc0, acc1 = self.acc[2 * half, n, m], self.acc[2 * half + 1, n, m]
         return epilogue.dequantize(acc0, acc1, s_row, s_row, scales[0, n], scales[1, n])

@@ -1,7 +1,7 @@
-"""Stage 2 on Hopper: FP8 GEMM on wgmma, with dequantization and SwiGLU in its epilogue.
+"""The FP8 GEMM on Hopper, on wgmma, with one of the ends of ``epilogue_sm90``.
 
-The problem: h^T = w_q . a_q^T, [2F, H] x [H, M], then y = swiglu(h) of half as many rows. The weights are wgmma's A
-operand, 64 rows an instruction, so that the tokens, whose number varies, are its flexible N.
+The problem: w_q . a_q^T, [N, K] x [K, M]. The weights are wgmma's A operand, 64 rows an instruction, so that the
+tokens, whose number varies, are its flexible N.
 
 A CTA is persistent: one warp loads tiles by TMA, two warpgroups multiply, each 64 weight rows by ``tile_tokens``.
 """
@@ -11,35 +11,26 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Uint32, const_expr, pipeline
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass import Float8E4M3FN, Float32, Int32, const_expr, pipeline
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
 
-from . import epilogue, operands, ptx, schedule
-
-WARPGROUP = 128
-CONSUMERS = 2
-TILE_ROWS = 64 * CONSUMERS
-"""Packed weight rows of a tile: 64, wgmma's M, for each consuming warpgroup."""
+from . import epilogue_sm90, operands, ptx, schedule
+from .epilogue_sm90 import BATCH, CONSUMERS, ROWS, TILE_ROWS, WARPGROUP
+from .product import Product
 
 WGMMA_K = 32
 STAGE_K = 128
 """K of a stage: 128 bytes, the widest swizzle."""
 
-BATCH = 32
-"""Tokens whose y leaves at once: the four 8 x 8 matrices of one stmatrix. Two batches are staged at a time."""
-
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
-FIRST_BARRIER = 1  # named barriers 1 and 2: one for each consuming warpgroup
 
 
 @dataclass(frozen=True)
-class GemmSm90:
+class GemmSm90(operands.Launches):
     """One compiled variant; the fields are everything it depends on."""
 
-    hidden: int
-    ffn: int
+    product: Product
     tile_tokens: int
     stages: int
     cluster_rows: int
@@ -51,56 +42,56 @@ class GemmSm90:
 
     @property
     def name(self) -> str:
-        return f"gemm_sm90_{TILE_ROWS}x{self.tile_tokens}_{'fp32' if self.promote else 'fast'}"
+        return f"gemm_sm90_{self.product.end}_{TILE_ROWS}x{self.tile_tokens}_{'fp32' if self.promote else 'fast'}"
 
     multiplies_with = "QGMMA"
 
     @property
+    def epilogue(self) -> type[epilogue_sm90.Epilogue]:
+        return epilogue_sm90.of(self.product)
+
+    @property
     def batches(self) -> int:
-        """Parts of a tile's y, which leave one after the other."""
+        """Parts of a tile's output, which leave one after the other."""
         return self.tile_tokens // BATCH
 
     @property
     def row_tiles(self) -> int:
         """Tiles of a whole cluster along the weight rows."""
-        return -(-2 * self.ffn // (TILE_ROWS * self.cluster_rows))
+        return -(-self.product.n // (TILE_ROWS * self.cluster_rows))
+
+    @property
+    def depth(self) -> int:
+        """Stages of a tile. What the last one has beyond K arrives as zeros."""
+        return -(-self.product.k // STAGE_K)
 
     def tiled_mma(self) -> cute.TiledMma:
         """One warpgroup: 64 weight rows by a tile of tokens."""
         k_major = OperandMajorMode.K
         return hopper.make_trivial_tiled_mma(
-            Float8E4M3FN, Float8E4M3FN, k_major, k_major, Float32, (1, 1, 1), (64, self.tile_tokens)
+            Float8E4M3FN, Float8E4M3FN, k_major, k_major, Float32, (1, 1, 1), (ROWS, self.tile_tokens)
         )
 
-    def trace(self):
-        """The host function and what it is compiled for."""
-        return self.launch, operands.stand_ins(self.hidden, self.ffn)
-
     @cute.jit
-    def launch(
+    def enqueue(
         self,
         a_q: cute.Tensor,
         s_row: cute.Tensor,
         w_q: cute.Tensor,
         w_scale: cute.Tensor,
-        out: cute.Tensor,
+        target: tuple,
         multiprocessors: Int32,
         stream,
     ):
         w_smem = operands.smem_layout(TILE_ROWS, STAGE_K, self.stages)
         a_smem = operands.smem_layout(self.tile_tokens, STAGE_K, self.stages)
-        y_smem = _y_smem()
-        w_tma, w_tiles = operands.tma_load(w_q, w_smem, (TILE_ROWS, STAGE_K))
-        a_tma, a_tiles = operands.tma_load(a_q, a_smem, (self.tile_tokens, STAGE_K), self.cluster_rows)
-        y_tma, y_tiles = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(), out, cute.slice_(y_smem, (None, None, 0)), (BATCH, 32)
-        )
+        w = operands.tma_load(w_q, w_smem, (TILE_ROWS, STAGE_K))
+        a = operands.tma_load(a_q, a_smem, (self.tile_tokens, STAGE_K), self.cluster_rows)
+        target = self.epilogue.target(*target)
         token_tiles = (cute.size(a_q, mode=[0]) + self.tile_tokens - 1) // self.tile_tokens
         tiles = self.row_tiles * token_tiles
         clusters = cutlass.min(multiprocessors // self.cluster_rows, tiles)
-        self.kernel(
-            w_tma, w_tiles, a_tma, a_tiles, y_tma, y_tiles, s_row, w_scale, w_smem, a_smem, y_smem, token_tiles
-        ).launch(
+        self.kernel(*w, *a, target, s_row, w_scale, w_smem, a_smem, token_tiles).launch(
             grid=(self.cluster_rows * clusters, 1, 1),
             block=((CONSUMERS + 1) * WARPGROUP, 1, 1),
             cluster=(self.cluster_rows, 1, 1),
@@ -116,39 +107,31 @@ class GemmSm90:
         w_tiles: cute.Tensor,
         a_tma: cute.CopyAtom,
         a_tiles: cute.Tensor,
-        y_tma: cute.CopyAtom,
-        y_tiles: cute.Tensor,
+        target: tuple,
         s_row: cute.Tensor,
         w_scale: cute.Tensor,
         w_smem: cute.ComposedLayout,
         a_smem: cute.ComposedLayout,
-        y_smem: cute.ComposedLayout,
         token_tiles: Int32,
     ):
         thread = ptx.thread_index()
         warp_index = cute.arch.make_warp_uniform(thread // 32)
         group_index = cute.arch.make_warp_uniform(thread // WARPGROUP)
         if warp_index == 0:
-            for tma in (w_tma, a_tma, y_tma):
+            for tma in (w_tma, a_tma):
                 cpasync.prefetch_descriptor(tma)
-
-        @cute.struct
-        class Storage:
-            barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.stages]
-            s_row: cute.struct.MemRange[Float32, CONSUMERS * self.tile_tokens]
-            w: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(w_smem)], 1024]
-            a: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(a_smem)], 1024]
-            y: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(y_smem)], 1024]
-
-        storage = SmemAllocator().allocate(Storage)
-        s_w = storage.w.get_tensor(w_smem.outer, swizzle=w_smem.inner)
-        s_a = storage.a.get_tensor(a_smem.outer, swizzle=a_smem.inner)
-        s_y = storage.y.get_tensor(y_smem.outer, swizzle=y_smem.inner)
-        s_scale = storage.s_row.get_tensor(cute.make_layout((self.tile_tokens, CONSUMERS)))
+            self.epilogue.prefetch(target)
+        smem = SmemAllocator()
+        barriers = smem.allocate_array(cutlass.Int64, 2 * self.stages)
+        shared = self.epilogue.shared(self, smem)
+        s_w, s_a = (
+            smem.allocate_tensor(Float8E4M3FN, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+            for layout in (w_smem, a_smem)
+        )
 
         warps_that_release = 4 * CONSUMERS * self.cluster_rows
         loads = pipeline.PipelineTmaAsync.create(
-            barrier_storage=storage.barriers.data_ptr(),
+            barrier_storage=barriers,
             num_stages=self.stages,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, warps_that_release),
@@ -166,15 +149,11 @@ class GemmSm90:
         if group_index == CONSUMERS:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_index == 4 * CONSUMERS:
-                producer = Producer(self, tiles, loads, w_tma, w_tiles, a_tma, a_tiles, s_w, s_a)
-                producer.run()
+                Producer(self, tiles, loads, w_tma, w_tiles, a_tma, a_tiles, s_w, s_a).run()
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            consumer = Consumer(
-                self, tiles, loads, s_w, s_a, s_y, s_scale, s_row, w_scale, y_tma, y_tiles, group_index,
-                thread % WARPGROUP,
-            )  # fmt: skip
-            consumer.run()
+            end = self.epilogue(self, shared, s_row, w_scale, target, group_index, thread % WARPGROUP)
+            Consumer(self, tiles, loads, s_w, s_a, end, group_index).run()
 
 
 class Producer:
@@ -191,7 +170,7 @@ class Producer:
     @cute.jit
     def run(self):
         gemm, tiles = self.gemm, self.tiles
-        early = const_expr(min(gemm.stages, gemm.hidden // STAGE_K))
+        early = const_expr(min(gemm.stages, gemm.depth))
         row, token = self.tiles.coordinates(tiles.first)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, gemm.stages)
         ahead = state.clone()
@@ -211,7 +190,7 @@ class Producer:
     @cute.jit
     def load(self, state, row, token, first: cutlass.Constexpr):
         """A tile, from the ``first`` stage on."""
-        for k in cutlass.range(first, self.gemm.hidden // STAGE_K, unroll=1):
+        for k in cutlass.range(first, self.gemm.depth, unroll=1):
             self.load_weights(state, row, k)
             self.load_activations(state, token, k)
             state.advance()
@@ -232,46 +211,22 @@ class Producer:
 
 
 class Consumer:
-    """One warpgroup: 64 weight rows of every tile, of which 32 are outputs' gates and 32 their ups.
+    """One warpgroup: 64 weight rows of every tile. ``partial`` is what wgmma adds to, ``final`` the FP32 sums."""
 
-    ``partial`` is what wgmma adds to, ``final`` the FP32 sums, ``h`` the finished tile, rounded, on its way out.
-    """
-
-    def __init__(
-        self,
-        gemm: GemmSm90,
-        tiles: schedule.Tiles,
-        loads,
-        s_w,
-        s_a,
-        s_y,
-        s_scale,
-        s_row,
-        w_scale,
-        y_tma,
-        y_tiles,
-        index,
-        thread,
-    ):
-        self.gemm, self.tiles, self.loads, self.index, self.thread = gemm, tiles, loads, index, thread
+    def __init__(self, gemm: GemmSm90, tiles: schedule.Tiles, loads, s_w, s_a, end: epilogue_sm90.Epilogue, index):
+        self.gemm, self.tiles, self.loads, self.end, self.index = gemm, tiles, loads, end, index
         mma = gemm.tiled_mma()
         self.w_blocks = mma.make_fragment_A(mma.get_slice(0).partition_A(s_w))
         self.a_blocks = mma.make_fragment_B(mma.get_slice(0).partition_B(s_a))
-        fragment = mma.partition_shape_C((64, gemm.tile_tokens))
+        fragment = mma.partition_shape_C((ROWS, gemm.tile_tokens))
         self.partial = cute.make_rmem_tensor(fragment, Float32)
         self.final = cute.make_rmem_tensor(fragment, Float32)
-        self.h = cute.make_rmem_tensor((gemm.tile_tokens // 2,), Uint32)
-        self.s_row, self.w_scale, self.s_scale = s_row, w_scale, s_scale
-        self.token_scales = cute.make_rmem_tensor((-(-gemm.tile_tokens // WARPGROUP),), Float32)
-        self.row_scales = cute.make_rmem_tensor((2,), Float32)
-        self.y_tma, self.s_y = y_tma, s_y
-        self.from_y, self.to_y = operands.tma_pair(y_tma, s_y, cute.local_tile(y_tiles, (BATCH, 32), (None, None)))
 
     @cute.jit
     def run(self):
         """Every tile. A finished tile is rounded and stored while the next one is multiplied."""
         gemm, tiles = self.gemm, self.tiles
-        depth = const_expr(gemm.hidden // STAGE_K)
+        depth = const_expr(gemm.depth)
         step = const_expr(min(gemm.interval // STAGE_K, depth))
         intervals, tail = const_expr(depth // step), const_expr(depth % step)
         with_stores = const_expr(min(gemm.batches, intervals - 1))
@@ -286,13 +241,13 @@ class Consumer:
             state = self.multiply(state, step, True)
             behind = self.release(behind, step - 1, 1)  # before the 400 cycles of rounding, or loads come late: 2.4%
             if waiting:
-                self.round()
-            self.load_scales(next_row, next_token)
+                self.end.round(self.final)
             self.final.fill(0.0)
             self.release(behind, 1, 0)
             self.promote()
             for batch in cutlass.range_constexpr(with_stores):
                 state = self.interval(state, step, waiting, batch, row, token)
+            self.end.load(next_row, next_token)  # not before: registers are scarce while a tile is on its way out
             for _ in cutlass.range(intervals - 1 - with_stores, unroll=1):
                 state = self.interval(state, step, False, 0, row, token)
             if const_expr(tail > 0):
@@ -303,11 +258,10 @@ class Consumer:
             if const_expr(not gemm.promote):
                 self.final.store(self.partial.load())
             row, token = next_row, next_token
-        self.round()
+        self.end.round(self.final)
         for batch in cutlass.range_constexpr(gemm.batches):
             self.store(batch, row, token)
-        if self.thread < 32:
-            cute.arch.cp_async_bulk_wait_group(0, read=False)
+        self.end.finish()
 
     @cute.jit
     def interval(self, state, stages: cutlass.Constexpr, waiting, batch: cutlass.Constexpr, row, token):
@@ -355,70 +309,6 @@ class Consumer:
                 self.final[i] = self.final[i] + self.partial[i]
 
     @cute.jit
-    def load_scales(self, row, token):
-        """s_row of the tile's tokens, one or two a thread, and w_scale of this thread's gate and up rows."""
-        gemm, token_scales, row_scales = self.gemm, self.token_scales, self.row_scales
-        for i in cutlass.range_constexpr(cute.size(token_scales)):
-            within = self.thread + i * WARPGROUP
-            index = token * gemm.tile_tokens + within
-            token_scales[i] = Float32(0.0)
-            if within < gemm.tile_tokens and index < cute.size(self.s_row):
-                token_scales[i] = self.s_row[index]
-        first = row * TILE_ROWS + self.index * 64 + self.thread // 32 * 16 + self.thread % 32 // 4
-        for i in cutlass.range_constexpr(2):
-            row_scales[i] = Float32(0.0)
-            if first + 8 * i < 2 * gemm.ffn:
-                row_scales[i] = self.w_scale[first + 8 * i]
-
-    @cute.jit
-    def round(self):
-        """``final`` to ``h``: half the registers, so that ``final`` is free for the next tile."""
-        s_scale = self.s_scale
-        if self.thread < 32:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)  # both slots of s_y are free
-        for i in cutlass.range_constexpr(cute.size(self.token_scales)):
-            within = self.thread + i * WARPGROUP
-            if within < self.gemm.tile_tokens:
-                s_scale[(within, self.index)] = self.token_scales[i]
-        self.sync()
-        for atom in cutlass.range_constexpr(self.gemm.tile_tokens // 8):
-            token = 8 * atom + 2 * (self.thread % 4)
-            s0, s1 = s_scale[(token, self.index)], s_scale[(token + 1, self.index)]
-            for up in cutlass.range_constexpr(2):
-                acc0, acc1 = self.final[4 * atom + 2 * up], self.final[4 * atom + 2 * up + 1]
-                w_scale = self.row_scales[up]
-                self.h[2 * atom + up] = epilogue.dequantize(acc0, acc1, s0, s1, w_scale, w_scale)
-
-    @cute.jit
     def store(self, batch: cutlass.Constexpr, row, token):
-        """SwiGLU of one batch. Its y goes out through shared memory by TMA, which drops what is past the last row."""
-        slot = 2 * self.index + batch % 2
-        lane, warp_of_group = self.thread % 32, self.thread // 32
-        y = cute.make_rmem_tensor((2 * BATCH // 8,), BFloat16)
-        y_pairs = cute.recast_tensor(y, Uint32)
-        for i in cutlass.range_constexpr(BATCH // 8):
-            atom = batch * (BATCH // 8) + i
-            y_pairs[i] = epilogue.swiglu(self.h[2 * atom], self.h[2 * atom + 1])
-        stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=True, num_matrices=4), BFloat16)
-        line = cute.local_tile(self.s_y[(None, None, slot)], (1, 8), (lane, warp_of_group))
-        line = cute.append_ones(cute.group_modes(line, 0, 2), up_to_rank=2)
-        cute.copy(stmatrix, cute.append_ones(y, up_to_rank=2), line)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        if self.thread < 32:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)  # frees the other slot, for the next batch
-        self.sync()
-        if self.thread < 32:
-            place = (None, token * self.gemm.batches + batch, row * CONSUMERS + self.index)
-            cute.copy(self.y_tma, self.from_y[(None, slot)], self.to_y[place])
-            cute.arch.cp_async_bulk_commit_group()
-
-    @cute.jit
-    def sync(self):
-        cute.arch.barrier(barrier_id=self.index + FIRST_BARRIER, number_of_threads=WARPGROUP)
-
-
-def _y_smem() -> cute.ComposedLayout:
-    """[token, output column] BF16, two batches for each consumer."""
-    atom = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, BFloat16, 32)
-    atom = warpgroup.make_smem_layout_atom(atom, BFloat16)
-    return cute.tile_to_shape(atom, (BATCH, 32, 2 * CONSUMERS), order=(0, 1, 2))
+        """A batch of the finished tile. What the next one needs is on its way an interval earlier."""
+        self.end.store(batch, row, token)

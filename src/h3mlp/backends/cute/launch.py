@@ -1,4 +1,4 @@
-"""Both kernels on torch's current stream. The host never waits for the device.
+"""The kernels on torch's current stream. The host never waits for the device.
 
 A denoising step makes 50 calls of the same shape, so what a shape needs is looked up once and kept.
 """
@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from ... import contract
-from .. import ALIGNMENT, aligned, chain, is_aligned, mlp_blocks
-from . import _ARCHITECTURE_OF, choice, jit, variants
+from .. import ALIGNMENT, aligned, in_vectors, is_aligned, mlp_blocks
+from . import _ARCHITECTURE_OF, choice, jit, product, variants
 
 MLP_ROWS = 8192
 """Rows of a block of the MLP without workspaces: 396 MB of them at F = 14336."""
@@ -71,12 +71,21 @@ def mlp(
     modulation: str = "fused",
     fp8_mma_form: int = -1,
 ) -> None:
-    """FC1 by both stages, and the rest by torch."""
+    """Both stages of FC1, the quantization of y and FC2, block by block."""
+    device = inputs.x.device
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return mlp(inputs, eps, buffers, accumulate, modulation, fp8_mma_form)
+    inputs = inputs._replace(fc1_weight_q=aligned(inputs.fc1_weight_q), fc2_weight_q=aligned(inputs.fc2_weight_q))
     for block, written in mlp_blocks(inputs, buffers, MLP_ROWS):
-        fc1_swiglu(block.fc1, eps, written.fc1, accumulate, modulation, fp8_mma_form)
-        y_q, s_y = written.workspace_y_q, written.workspace_y_scale
-        chain.quantize_rows(written.workspace_y, y_q, s_y)
-        chain.gemm_gated_residual(y_q, s_y, block, written.out, accumulate == "fast")
+        used = contract.MLPBuffers(*(b if b.dim() == 1 or is_aligned(b) else torch.empty_like(b) for b in written))
+        fc1_swiglu(block.fc1, eps, used.fc1, accumulate, modulation, fp8_mma_form)
+        quantize_rows(used.workspace_y, used.workspace_y_q, used.workspace_y_scale)
+        stage3(used.workspace_y_q, used.workspace_y_scale, block, used.out, accumulate, fp8_mma_form)
+        for buffer, replaced in zip(written, used, strict=True):
+            if replaced is not buffer:
+                buffer.copy_(replaced)
+    return None
 
 
 def stage1(
@@ -113,8 +122,38 @@ def stage2(
     Behind stage 1 that is safe: stage 1 itself has waited for whatever wrote w_q.
     """
     rows, ffn = out.shape
-    kernel, multiprocessors = _gemm(out.get_device(), rows, a_q.shape[1], ffn, accumulate, fp8_mma_form)
+    fc1 = out.get_device(), product.fc1, a_q.shape[1], ffn
+    kernel, multiprocessors = _gemm(*fc1, rows, accumulate, fp8_mma_form)
     kernel.launch(rows, a_q, s_row, w_q, w_scale, out, multiprocessors)
+
+
+def quantize_rows(y: torch.Tensor, y_q: torch.Tensor, s_y: torch.Tensor) -> None:
+    """y [M, F] to codes y_q [M, F] and scales s_y [M]. y and y_q begin at a multiple of 16 bytes."""
+    rows, columns = y.shape
+    _quantize_rows(y.get_device(), columns).launch(rows, y, y_q, s_y)
+
+
+def stage3(
+    y_q: torch.Tensor,
+    s_y: torch.Tensor,
+    inputs: contract.MLPInputs,
+    out: torch.Tensor,
+    accumulate: str,
+    fp8_mma_form: int = -1,
+) -> None:
+    """Codes and scales of y to out [M, H]. y_q, FC2's weight and out begin at a multiple of 16 bytes.
+
+    It may begin while the kernel before it runs, as ``stage2``.
+    """
+    rows, hidden = out.shape
+    w_q, w_scale, residual = inputs.fc2_weight_q, inputs.fc2_weight_scale, in_vectors(inputs.residual)
+    if inputs.gate is None:  # times one: the same sums
+        gate, index = out.new_ones((1, hidden)), out.new_empty(0, dtype=torch.int32)
+    else:
+        gate, index = in_vectors(inputs.gate), inputs.adaln_index.view(torch.int32)
+    fc2 = out.get_device(), product.fc2, hidden, y_q.shape[1]
+    kernel, multiprocessors = _gemm(*fc2, rows, accumulate, fp8_mma_form)
+    kernel.launch(rows, y_q, s_y, w_q, w_scale, gate, index, residual, out, multiprocessors)
 
 
 def warmup(
@@ -137,7 +176,9 @@ def warmup(
         for dtype in contract.INDEX:
             inputs = contract.FC1Inputs(x, weight[0], x, x, torch.zeros(1, dtype=dtype, device=device), w_q, w_scale)
             stage1(inputs, contract.EPS, a_q, s_row, modulation)
-        for kernel, multiprocessors in {_gemm(device.index, count, hidden, ffn, accumulate) for count in rows}:
+        for kernel, multiprocessors in {
+            _gemm(device.index, product.fc1, hidden, ffn, count, accumulate) for count in rows
+        }:
             kernel.launch(1, a_q, s_row, w_q, w_scale, out, multiprocessors)
 
 
@@ -147,13 +188,25 @@ def _norm_quant(device: int, hidden: int, index_bits: int, vectors: bool, modula
     return _load(variants.norm_quant(gpu, hidden, index_bits, vectors, modulation), gpu.arch)
 
 
+@lru_cache(maxsize=16)
+def _quantize_rows(device: int, columns: int) -> _Kernel:
+    return _load(variants.QuantizeRows(columns), _gpu(device).arch)
+
+
 @lru_cache(maxsize=4096)
 def _gemm(
-    device: int, rows: int, hidden: int, ffn: int, accumulate: str, fp8_mma_form: int = -1
+    device: int,
+    product_of: Callable[[int, int], product.Product],
+    hidden: int,
+    ffn: int,
+    rows: int,
+    accumulate: str,
+    fp8_mma_form: int = -1,
 ) -> tuple[_Kernel, int]:
     gpu = _gpu(device)
     chosen = choice.with_form(_chosen(device), fp8_mma_form, gpu.arch)
-    return _load(variants.gemm(gpu, hidden, ffn, rows, accumulate, chosen), gpu.arch), gpu.multiprocessors
+    kernel = variants.gemm(gpu, product_of(hidden, ffn), rows, accumulate, chosen)
+    return _load(kernel, gpu.arch), gpu.multiprocessors
 
 
 @lru_cache(maxsize=64)

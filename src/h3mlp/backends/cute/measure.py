@@ -7,6 +7,7 @@ import torch
 from ... import contract
 from . import choice, jit, variants
 from .choice import Choice
+from .product import fc1
 
 ROWS = 4096
 """Long enough to fill any GPU with several waves of every tile; a_q, weights and y take 0.3 GB."""
@@ -15,8 +16,8 @@ ROUNDS = 7
 
 
 def run(device: int, gpu: variants.Gpu) -> dict[Choice, float]:
-    """Microseconds of a GEMM of the model's dimensions. All forms are tried with the default tile, all tiles with the
-    form that is then the fastest. The device is the current one, and is waited for."""
+    """Microseconds of FC1's GEMM with the model's dimensions. All forms are tried with the default tile, all tiles with
+    the form that is then the fastest. The device is the current one, and is waited for."""
     times = {}
     options = choice.candidates(gpu.arch)
     times |= _side_by_side(device, gpu, [option for option in options if option.tile == options[0].tile])
@@ -40,7 +41,7 @@ def _side_by_side(device: int, gpu: variants.Gpu, options: list[Choice]) -> dict
     kernels = {}
     for option in options:
         tile = variants.LARGE_TILES[option.tile]
-        kernels[option] = jit.load(variants.gemm_sm120(gpu, hidden, ffn, tile, option.form), gpu.arch)
+        kernels[option] = jit.load(variants.gemm_sm120(gpu, fc1(hidden, ffn), tile, option.form), gpu.arch)
     events = {option: [] for option in options}
     for _ in range(ROUNDS + 1):  # the first warms up
         for option, kernel in kernels.items():

@@ -485,7 +485,7 @@ class Reducer:
                 ptx.wait(self.shared.peaks_done + buffer, at // BUFFERS)
                 if self.rows.has(k):
                     peak = prologue.tree(self.over_chunks(self.shared.peaks, buffer), prologue.larger)
-                    s = prologue.row_scale(peak)
+                    s = prologue.row_scale(prologue.largest(peak))
                     inverse = prologue.inverse(s)
                     if lane == 0:
                         inverses[0, buffer], inverses[1, buffer] = inverse

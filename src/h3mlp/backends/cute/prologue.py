@@ -1,6 +1,8 @@
-"""The arithmetic of stage 1, steps 1 to 8 of the contract, on vectors of 8 elements in registers.
+"""The arithmetic of stage 1 and of quantizing y, steps 1 to 8, 12 and 13 of the contract, on vectors of 8 elements in
+registers.
 
-A vector is four pairs of BF16, ``words``. What is left out is what moves data: ``norm_quant``.
+A vector is four pairs of BF16, ``words``. What is left out is what moves data: ``norm_quant``,
+``quantize_rows``.
 """
 
 import cutlass
@@ -85,7 +87,7 @@ def table_row_of(index, table_rows) -> Int32:
     return cutlass.select_((index >= 0) & (index < table_rows), Int32(index), Int32(OUTSIDE))
 
 
-# Step 7: s_row. A peak is a pair too: the largest magnitudes of the low and of the high halves, of any sign.
+# Steps 7 and 12: the scale. A peak is a pair too: the largest magnitudes of the low and of the high halves, some sign.
 
 
 def peak_of(words: cute.Tensor) -> Uint32:
@@ -97,11 +99,21 @@ def larger(a: Uint32, b: Uint32) -> Uint32:
     return Uint32(asm(T.i32(), (a, b), "max.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r"))
 
 
-def row_scale(peak: Uint32) -> Float32:
-    """s_row from the peaks of all lanes. Non-negative BF16 order as their bits do; NaN is ignored."""
+def largest(peak: Uint32) -> Uint32:
+    """The largest magnitude of a warp's peaks, as the bits of a BF16. Non-negative BF16 order as their bits do; NaN is
+    ignored."""
     peak = larger(Uint32(0), peak)
-    bits = cutlass.max(peak & 0x7FFF, (peak >> 16) & 0x7FFF)
-    amax = Uint32(Uint32(cute.arch.warp_redux_sync(bits, "umax")) << 16).bitcast(Float32)
+    return most(cutlass.max(peak & 0x7FFF, (peak >> 16) & 0x7FFF))
+
+
+def most(bits: Uint32) -> Uint32:
+    """The largest of a warp's numbers."""
+    return Uint32(cute.arch.warp_redux_sync(bits, "umax"))
+
+
+def row_scale(bits: Uint32) -> Float32:
+    """s_row from the amax of its row."""
+    amax = Uint32(bits << 16).bitcast(Float32)
     return divide(cute.arch.fmax(amax, Float32(contract.AMAX_FLOOR)), Float32(contract.E4M3_MAX))
 
 
@@ -116,7 +128,7 @@ def inverse(s: Float32) -> tuple[Float32, Float32]:
     return y, cutlass.select_(s < Float32.inf, rest, Float32(0.0))
 
 
-# Step 8: the codes.
+# Steps 8 and 13: the codes.
 
 
 def codes(words: cute.Tensor, y: Float32, rest: Float32) -> list[Uint32]:

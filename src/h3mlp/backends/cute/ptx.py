@@ -46,6 +46,11 @@ def copy_async(target: Int32, source: Int64) -> None:
     asm(None, (target, source), "cp.async.cg.shared.global [$0], [$1], 16;", "r,l,~{memory}", side_effects=True)
 
 
+def prefetch_l2(address: Int64) -> None:
+    """Bring a line of 128 bytes to the L2."""
+    asm(None, (address,), "prefetch.global.L2 [$0];", "l", side_effects=True)
+
+
 def arrive_when_copied(barrier: cute.Pointer) -> None:
     """Count one arrival at a shared-memory barrier when this thread's copies so far are complete."""
     text = "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];"
@@ -101,3 +106,8 @@ def fma_bf16x2(a: Uint32, b: Uint32, c: Uint32) -> Uint32:
 def multiply_bf16x2(a: Uint32, b: Uint32) -> Uint32:
     """a * b of pairs, rounded to nearest even: an fma with -0, which changes no product."""
     return fma_bf16x2(a, b, Uint32(0x80008000))
+
+
+def add_bf16x2(a: Uint32, b: Uint32) -> Uint32:
+    """a + b of pairs, rounded to nearest even."""
+    return fma_bf16x2(a, Uint32(0x3F803F80), b)

@@ -4,9 +4,9 @@ A stage is filled when its ``full`` barrier completes a phase, and free when its
 producer warp: a ninth warp would leave the eight that multiply 168 registers a thread (an SM's quarter holds 16384).
 ``TmaLoads`` are one warp's work, ``AsyncLoads`` every thread's.
 
-Weight rows lie in shared memory in another order than in global memory, so that a thread's accumulators are eight
-neighbouring outputs, 16 bytes of y. Of each block of 64 packed rows, those of n8 atom j (0 to 3 gates, 4 to 7 ups of
-the same outputs) are 16 t + 2 j + e, for t = 0 to 3, e = 0 to 1: an accumulator's column is 2 (lane mod 4) + e.
+Weight rows lie in shared memory in another order than in global memory, so that a thread's accumulators are 16
+neighbouring ones: 8 gates and the ups of the same outputs, 16 bytes of y, or 32 bytes of out. Of each block of 64 rows,
+those of n8 atom j are 16 t + 2 j + e, for t = 0 to 3, e = 0 to 1: an accumulator's column is 2 (lane mod 4) + e.
 """
 
 import cutlass
@@ -18,16 +18,16 @@ from . import operands, ptx
 
 LANES = 32
 BLOCK = 64
-"""Packed weight rows, which are 32 output columns."""
+"""Weight rows of a warp."""
 
 BLOCK_ORDER, BLOCK_STRIDES = (2, 4, 8), (1, 16, 2)
-"""A block's rows as they follow each other in shared memory: shape and strides in packed rows, innermost first."""
+"""A block's rows as they follow each other in shared memory: shape and strides in rows, innermost first."""
 
 CHUNK = 16
 """Bytes of a row of an 8 x 16 matrix; what a thread copies at once."""
 
 
-def packed_row(row):
+def source_row(row):
     """The row of a block that is the ``row``-th in shared memory."""
     return row % 2 + row // 2 % 4 * 16 + row // 8 * 2
 
@@ -80,7 +80,7 @@ class TmaLoads:
     def sources(gemm, w_q: cute.Tensor, a_q: cute.Tensor, w_smem, a_smem):
         """On the host: TMA's view of weights and activations, for the constructor."""
         row = w_q.stride[0]
-        rows = ((*BLOCK_ORDER, cute.size(w_q, mode=[0]) // BLOCK), gemm.hidden)
+        rows = ((*BLOCK_ORDER, cute.size(w_q, mode=[0]) // BLOCK), gemm.product.k)
         strides = ((*(n * row for n in BLOCK_STRIDES), BLOCK * row), 1)
         w_q = cute.make_tensor(w_q.iterator, cute.make_layout(rows, stride=strides))
         w = operands.tma_load(w_q, w_smem, gemm.tile.w_box)
@@ -131,12 +131,12 @@ class AsyncLoads:
         for i in cutlass.range_constexpr(cute.size(self.next_w)):
             within = self.row + i * self.at_once
             block = cutlass.min(row * gemm.tile.blocks + within // BLOCK, last_block)
-            packed = block * BLOCK + packed_row(within % BLOCK)
-            self.next_w[i] = self.w_q.iterator.toint() + Int64(packed) * gemm.hidden + chunk
+            at = block * BLOCK + source_row(within % BLOCK)
+            self.next_w[i] = self.w_q.iterator.toint() + Int64(at) * gemm.product.k + chunk
         last = cute.size(self.a_q, mode=[0]) - 1
         for i in cutlass.range_constexpr(cute.size(self.next_a)):
             index = cutlass.min(token * gemm.tile.tokens + self.row + i * self.at_once, last)
-            self.next_a[i] = self.a_q.iterator.toint() + Int64(index) * gemm.hidden + chunk
+            self.next_a[i] = self.a_q.iterator.toint() + Int64(index) * gemm.product.k + chunk
 
     @cute.jit
     def weights(self, state, _k):

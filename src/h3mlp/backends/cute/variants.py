@@ -1,14 +1,18 @@
 """Which variant of each kernel serves a call: chosen from the dimensions, the number of rows and the GPU."""
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from ... import contract
 from . import choice, forms
 from .choice import Choice
-from .gemm_sm90 import TILE_ROWS, GemmSm90
+from .epilogue_sm90 import TILE_ROWS
+from .gemm_sm90 import GemmSm90
 from .gemm_sm120 import GemmSm120, Tile
 from .norm_quant import NormQuant
+from .product import Product, fc1, fc2
+from .quantize_rows import QuantizeRows
 
 
 class Gpu(NamedTuple):
@@ -32,12 +36,12 @@ def norm_quant(gpu: Gpu, hidden: int, index_bits: int, vectors: bool, modulation
     return NormQuant(hidden, index_bits, vectors, modulation, sms=gpu.multiprocessors)
 
 
-def gemm(gpu: Gpu, hidden: int, ffn: int, rows: int, accumulate: str, chosen: Choice | None) -> GemmSm90 | GemmSm120:
+def gemm(gpu: Gpu, product: Product, rows: int, accumulate: str, chosen: Choice | None) -> GemmSm90 | GemmSm120:
     """``chosen``: what ``choice.current`` says."""
     if gpu.arch == "sm_90a":
-        return gemm_sm90(hidden, ffn, tile_tokens(ffn, rows, gpu.multiprocessors), accumulate)
-    tile = sm120_tile(ffn, rows, gpu.multiprocessors, chosen.tile)
-    return gemm_sm120(gpu, hidden, ffn, tile, chosen.form)
+        return gemm_sm90(product, tile_tokens(product, rows, gpu.multiprocessors), accumulate)
+    tile = sm120_tile(product, rows, gpu.multiprocessors, chosen.tile)
+    return gemm_sm120(gpu, product, tile, chosen.form)
 
 
 # Hopper, wgmma.
@@ -54,18 +58,18 @@ TILE_OVERHEAD = 25
 """What a tile costs beyond its products, in tokens: a wave of 128 takes 23.8 thousand cycles, one of 160 28.7."""
 
 
-def gemm_sm90(hidden: int, ffn: int, tokens: int, accumulate: str) -> GemmSm90:
+def gemm_sm90(product: Product, tokens: int, accumulate: str) -> GemmSm90:
     cluster_rows = PAIR if tokens >= PAIRED else 1
-    return GemmSm90(hidden, ffn, tokens, STAGES[tokens], cluster_rows, promote=accumulate == "fp32")
+    return GemmSm90(product, tokens, STAGES[tokens], cluster_rows, promote=accumulate == "fp32")
 
 
 @lru_cache(maxsize=1024)
-def tile_tokens(ffn: int, rows: int, multiprocessors: int) -> int:
+def tile_tokens(product: Product, rows: int, multiprocessors: int) -> int:
     """Tokens of a GEMM tile: the narrowest that takes all rows, else the one whose last wave of tiles wastes least."""
     for tokens in STAGES:
         if rows <= tokens <= PAIRED:
             return tokens
-    pairs, row_tiles = multiprocessors // PAIR, -(-2 * ffn // (PAIR * TILE_ROWS))
+    pairs, row_tiles = multiprocessors // PAIR, -(-product.n // (PAIR * TILE_ROWS))
 
     def time(tokens: int) -> int:
         waves = -(-row_tiles * -(-rows // tokens) // pairs)
@@ -93,23 +97,25 @@ MARGIN = 1.1
 """Assumed: how much longer the small tile takes for a product, for which it reads 2.5 times as much shared memory."""
 
 
-def gemm_sm120(gpu: Gpu, hidden: int, ffn: int, tile: Tile, form: str, tma: bool | None = None) -> GemmSm120:
+def gemm_sm120(gpu: Gpu, product: Product, tile: Tile, form: str, tma: bool | None = None) -> GemmSm120:
     """``tma``: whether to load by TMA instead of cp.async; the best that the architecture has unless given."""
-    group = max(1, gpu.l2_bytes // 4 // (tile.tokens * hidden))
+    group = max(1, gpu.l2_bytes // 4 // (tile.tokens * product.k))
     emulated = gpu.arch == "sm_90a"  # where ptxas -O3 puts each sum right behind its product, 20% slower
     tma = gpu.arch != "sm_89" if tma is None else tma
-    return GemmSm120(hidden, ffn, tile, form, tma, group, "-O2" if emulated else "")
+    if product.k % tile.stage_k:
+        tile = replace(tile, stage_k=contract.FFN_MULTIPLE)
+    return GemmSm120(product, tile, form, tma, group, "-O2" if emulated else "")
 
 
 @lru_cache(maxsize=1024)
-def sm120_tile(ffn: int, rows: int, multiprocessors: int, large: str) -> Tile:
+def sm120_tile(product: Product, rows: int, multiprocessors: int, large: str) -> Tile:
     """The narrowest that takes all rows; else the large one, or the widest small one if its waves waste much less."""
     for tile in SMALL_TILES:
         if rows <= tile.tokens:
             return tile
 
     def time(tile: Tile) -> int:
-        tiles = -(-2 * ffn // tile.rows) * -(-rows // tile.tokens)
+        tiles = -(-product.n // tile.rows) * -(-rows // tile.tokens)
         return -(-tiles // (multiprocessors * tile.ctas)) * tile.ctas * tile.tokens * tile.rows
 
     small, large = SMALL_TILES[-1], LARGE_TILES[large]
@@ -127,9 +133,10 @@ def of(arch: str) -> list:
     gpu, hidden, ffn = KNOWN[arch], contract.HIDDEN, contract.FFN
     modes = [*((mode, bits) for mode in contract.MODULATION for bits in (32, 64)), (None, 0)]
     stage1 = [norm_quant(gpu, hidden, bits, vectors, mode) for vectors in (True, False) for mode, bits in modes]
+    products = fc1(hidden, ffn), fc2(hidden, ffn)
     if arch == "sm_90a":
-        stage2 = [gemm_sm90(hidden, ffn, tokens, mode) for mode in contract.ACCUMULATE for tokens in STAGES]
+        gemms = [gemm_sm90(p, tokens, mode) for p in products for mode in contract.ACCUMULATE for tokens in STAGES]
     else:
         tiles = (*SMALL_TILES, *(LARGE_TILES[name] for name in choice.TILES))
-        stage2 = [gemm_sm120(gpu, hidden, ffn, tile, form) for form in forms.OF[arch] for tile in tiles]
-    return [*stage1, *stage2]
+        gemms = [gemm_sm120(gpu, p, tile, form) for p in products for form in forms.OF[arch] for tile in tiles]
+    return [*stage1, *gemms, QuantizeRows(ffn)]
