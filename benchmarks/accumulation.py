@@ -26,7 +26,7 @@ from h3mlp.backends.chain import scaled_mm
 from h3mlp.backends.cute import launch, variants
 from h3mlp.backends.cute.product import fc1
 from h3mlp.operators.fc1_swiglu import allocate
-from h3mlp.tools.bench import harness, timing
+from h3mlp.tools.bench import error, harness, timing
 
 HIDDEN, FFN = contract.HIDDEN, contract.FFN
 ROWS = 4097
@@ -87,7 +87,7 @@ def accuracy() -> list[dict]:
     return [
         {
             "way": name,
-            "outside": harness.violations(y, exact),
+            "outside": error.violations(y, exact),
             "outputs": y.numel(),
             "equal": compare(y, exact).equal_share,
         }

@@ -1,7 +1,9 @@
-"""Predict the mma.sync GEMM's time on GPUs of sm_120 from its machine code. Needs no GPU, and is no measurement.
+"""Predict the time of the mma.sync GEMMs and of the whole MLP on GPUs of sm_120 from the machine code. Needs no GPU,
+and measures nothing.
 
 Counts what a warp issues for a stage of K and for the epilogue of a tile, and sets beside the time of the tensor cores
-what issue slots, shared memory, L2 and DRAM would take alone. The longest counts; nothing is added for waiting.
+what issue slots, shared memory, L2 and DRAM would take alone. The longest counts; nothing is added for waiting, and no
+power limit is assumed. The whole MLP is both GEMMs, block by block, and the bytes of stage 1 and of quantizing y.
 """
 
 import re
@@ -13,9 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from h3mlp import contract
-from h3mlp.backends.cute import forms, jit, variants
-from h3mlp.backends.cute.product import fc1
-from h3mlp.tools.bench import work
+from h3mlp.backends.cute import blocks, choice, forms, jit, variants
+from h3mlp.backends.cute.product import GATED_RESIDUAL, fc1, fc2
 
 HIDDEN, FFN = contract.HIDDEN, contract.FFN
 QUARTERS = 4
@@ -34,6 +35,7 @@ class Card(NamedTuple):
     form: str
     cycles: int  # that a QMMA of 16 x 8 x 32 keeps a tensor core busy
     published: tuple[int, ...]  # TFLOPS of the instruction alone
+    mlp_ms: float | None = None  # of the specified operator, published, at M = 33472
     dram_bytes: float = 1.79e12
 
     @property
@@ -48,9 +50,9 @@ class Card(NamedTuple):
 
 
 CARDS = (
-    Card("RTX 5090", 170, forms.UNIT_SCALE, 16, (918, 1005)),
+    Card("RTX 5090", 170, forms.UNIT_SCALE, 16, (918, 1005), 24.7),
     Card("RTX 5090", 170, forms.PLAIN, 32, (507,)),
-    Card("RTX PRO 6000", 188, forms.UNIT_SCALE, 16, ()),
+    Card("RTX PRO 6000", 188, forms.UNIT_SCALE, 16, (), 21.3),
 )
 
 KINDS = {
@@ -88,18 +90,27 @@ def by_kind(opcodes: list[str]) -> Counter:
 @click.command(help=__doc__)
 @click.option("--rows", default=33472, show_default=True, help="Rows of x.")
 def main(rows: int) -> None:
-    counts, predictions = {}, []
+    counts, predictions = {}, {"FC1": [], "FC2": [], "Whole MLP": []}
     for card in CARDS:
         gpu = variants.KNOWN["sm_120a"]._replace(multiprocessors=card.multiprocessors)
-        kernel = variants.gemm_sm120(gpu, fc1(HIDDEN, FFN), variants.LARGE_TILES["128x256"], card.form)
-        loop, epilogue = instructions(jit.disassembly(kernel, gpu.arch))
-        counts[card.form] = dict.fromkeys(KINDS, 0) | by_kind(loop)
-        counts[card.form] |= {"all": len(loop), "a tile's epilogue": len(epilogue)}
-        predictions.append(predict(card, kernel, loop, epilogue, rows))
-    counted = table("Instructions of a warp", list(counts), list(counts.values()))
-    model = table("Prediction", [f"{card.name}\n{card.form}" for card in CARDS], predictions)
+        chosen = choice.Choice(card.form, "128x256")
+        whole = blocks.sizes(gpu, HIDDEN, FFN, rows, chosen)
+        times = []
+        for name, product in (("FC1", fc1(HIDDEN, FFN)), ("FC2", fc2(HIDDEN, FFN))):
+            kernel = variants.gemm_sm120(gpu, product, variants.LARGE_TILES[chosen.tile], card.form)
+            loop, epilogue = instructions(jit.disassembly(kernel, gpu.arch))
+            counted = dict.fromkeys(KINDS, 0) | by_kind(loop)
+            counts[f"{name}\n{card.form}"] = counted | {"all": len(loop), "a tile's epilogue": len(epilogue)}
+            predictions[name].append(predict(card, kernel, loop, epilogue, rows))
+            times.append(milliseconds(card, kernel, loop, epilogue, whole))
+        predictions["Whole MLP"].append(predict_mlp(card, rows, len(whole), times))
+    headings = [f"{card.name}\n{card.form}" for card in CARDS]
+    shown = [table("Instructions of a warp", list(counts), list(counts.values()))]
+    shown += [table(f"Prediction, {name}", headings, columns) for name, columns in predictions.items()]
     tile = kernel.tile
-    Console().print(counted, "", model, f"\nM = {rows}; tile {tile.name}, K {tile.stage_k} a stage. Not measured.")
+    for part in shown:
+        Console().print(part, "")
+    Console().print(f"M = {rows}; tile {tile.name}, K {tile.stage_k} a stage. Not measured.")
 
 
 def table(title: str, headings: list[str], columns: list[dict]) -> Table:
@@ -112,35 +123,68 @@ def table(title: str, headings: list[str], columns: list[dict]) -> Table:
     return shown
 
 
-def predict(card: Card, kernel, loop: list[str], epilogue: list[str], rows: int) -> dict[str, str]:
-    tile, kinds = kernel.tile, by_kind(loop)
-    warps = tile.threads // 32
+def cycles_of_a_stage(card: Card, tile, loop: list[str]) -> dict[str, float]:
+    kinds, warps = by_kind(loop), tile.threads // 32
     stage_bytes = (tile.tokens + tile.rows) * tile.stage_k
-    per_quarter = warps // QUARTERS
-    cycles = {
-        "tensor cores": kinds["tensor core"] * per_quarter * card.cycles,
-        "issue slots": len(loop) * per_quarter,
+    return {
+        "tensor cores": kinds["tensor core"] * warps // QUARTERS * card.cycles,
+        "issue slots": len(loop) * warps // QUARTERS,
         "shared memory": (kinds["ldmatrix"] * 512 * warps + stage_bytes) / SMEM_BYTES,
         "L2": stage_bytes * card.multiprocessors * max(card.clocks) / L2_BYTES,
     }
-    stages = HIDDEN // tile.stage_k
-    token_tiles = -(-rows // tile.tokens)
-    waves = -(-kernel.row_tiles * token_tiles // card.multiprocessors)
-    groups = -(-token_tiles // kernel.group)
-    moved = groups * 2 * FFN * HIDDEN + rows * (HIDDEN + 2 * FFN)
-    hidden = waves * stages * max(cycles.values())
-    exposed = hidden + waves * len(epilogue) * per_quarter
+
+
+def waves_of(card: Card, kernel, rows: int) -> int:
+    return -(-kernel.row_tiles * -(-rows // kernel.tile.tokens) // card.multiprocessors)
+
+
+def milliseconds(card: Card, kernel, loop: list[str], epilogue: list[str], whole: list[int]) -> list[float]:
+    """Least and most for blocks of so many rows: with each tile's epilogue behind another's products, and without; at
+    the clocks that the published figures mean."""
+    tile, stages = kernel.tile, kernel.product.k // kernel.tile.stage_k
+    waves = sum(waves_of(card, kernel, rows) for rows in whole)
+    hidden = waves * stages * max(cycles_of_a_stage(card, tile, loop).values())
+    exposed = hidden + waves * len(epilogue) * tile.threads // 32 // QUARTERS
     times = sorted(1e3 * total / clock for total in (hidden, exposed) for clock in card.clocks)
-    flops = work.gemm(rows, HIDDEN, FFN).flops
+    return [times[0], times[-1]]
+
+
+def predict(card: Card, kernel, loop: list[str], epilogue: list[str], rows: int) -> dict[str, str]:
+    product = kernel.product
+    groups = -(-rows // (kernel.tile.tokens * kernel.group))
+    written = product.columns * (4 if product.end == GATED_RESIDUAL else 2)  # with the residual read
+    moved = groups * product.n * product.k + rows * (product.k + written)
+    times = milliseconds(card, kernel, loop, epilogue, [rows])
+    cycles = cycles_of_a_stage(card, kernel.tile, loop)
     found = {f"{name}, cycles": f"{value:,.0f}" for name, value in cycles.items()}
     return found | {
         "published TFLOPS": _range(card.published, ".0f") if card.published else "",
         "clock, GHz": _range([clock / 1e9 for clock in card.clocks], ".2f") + ("" if card.published else ", assumed"),
-        "waves of tiles": str(waves),
+        "waves of tiles": str(waves_of(card, kernel, rows)),
         "DRAM alone, ms": f"{1e3 * moved / card.dram_bytes:.2f}",
         "predicted ms": _range(times, ".1f"),
-        "predicted TFLOPS": _range([flops / ms / 1e9 for ms in reversed(times)], ".0f"),
+        "predicted TFLOPS": _rates(2 * rows * product.n * product.k, times),
     }
+
+
+def predict_mlp(card: Card, rows: int, count: int, gemms: list[list[float]]) -> dict[str, str]:
+    stage1, quantization = (1e3 * 3 * rows * columns / card.dram_bytes for columns in (HIDDEN, FFN))
+    times = [sum(parts) + stage1 + quantization for parts in zip(*gemms, strict=True)]
+    flops = 6 * rows * HIDDEN * FFN
+    return {
+        "blocks": str(count),
+        "both GEMMs, ms": _range([sum(parts) for parts in zip(*gemms, strict=True)], ".1f"),
+        "stage 1, ms": f"{stage1:.2f}",
+        "quantizing y, ms": f"{quantization:.2f}",
+        "predicted ms": _range(times, ".1f"),
+        "predicted TFLOPS": _rates(flops, times),
+        "published for the specified operator, ms": f"{card.mlp_ms}" if card.mlp_ms and rows == 33472 else "",
+        "its TFLOPS": f"{flops / card.mlp_ms / 1e9:.0f}" if card.mlp_ms and rows == 33472 else "",
+    }
+
+
+def _rates(flops: float, times: list[float]) -> str:
+    return _range([flops / ms / 1e9 for ms in reversed(times)], ".0f")
 
 
 def _range(values, form: str) -> str:

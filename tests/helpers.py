@@ -3,7 +3,7 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from h3mlp import contract, prepare_fc1_weight_fp8, prepare_fc2_weight_fp8, reference, synthetic
+from h3mlp import accuracy, contract, prepare_fc1_weight_fp8, prepare_fc2_weight_fp8, reference, synthetic
 
 HIDDEN, FFN, TABLE_ROWS = 384, 128, 4
 """Small, and with every shape of remainder: 48 vectors pad to 64."""
@@ -74,25 +74,9 @@ def nan_mlp_buffers(
     return contract.MLPBuffers(of_y.out, *fc1[1:], fc1.out, *of_y[1:])
 
 
-def ulp(t: torch.Tensor) -> torch.Tensor:
-    """The distance from |t| to the next BF16 number, FP32."""
-    next_up = (bits(t.abs()) + 1).view(contract.ACTIVATION)
-    return next_up.float() - t.abs().float()
-
-
 def mlp_outside(out: torch.Tensor, o: torch.Tensor, inputs: contract.MLPInputs) -> torch.Tensor:
-    """Where out is farther from that of this o than the original's public test lets it be: 1e-2 + 1.6e-2 of it, and an
-    ulp each of o, times the gate, of p and of out. A NaN where only one has it is too far."""
-    index, gate, residual = inputs.adaln_index, inputs.gate, inputs.residual
-    want = reference.gated_residual(o, gate, residual, index)
-    if index is None:
-        factor, p = torch.ones_like(o), o
-    else:
-        factor = gate[torch.where((index >= 0) & (index < gate.shape[0]), index, 0)]
-        p = factor * o
-    bound = 1e-2 + 1.6e-2 * want.float().abs() + factor.float().abs() * ulp(o) + ulp(p) + ulp(want)
-    close = (out.float() - want.float()).abs() <= bound
-    return ~close & ~(out.isnan() & want.isnan()) & ~(bits(out) == bits(want))
+    """``accuracy.mlp_outside`` of these inputs."""
+    return accuracy.mlp_outside(out, o, inputs.gate, inputs.residual, inputs.adaln_index)
 
 
 def exact_o(got: contract.MLPBuffers, inputs: contract.MLPInputs) -> torch.Tensor:

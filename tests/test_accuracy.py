@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from h3mlp import accuracy
 from h3mlp.accuracy import bf16_steps, compare, spread
 
 
@@ -60,3 +61,17 @@ def test_zeros_are_no_step_apart():
 )
 def test_spread(rows, sample, want):
     assert spread(rows, sample).tolist() == want
+
+
+def test_mlp_outside():
+    """Around out = 2 + 1 * 1, whose bound is 1e-2 + 4.8e-2 + ulps of 2^-7 (o, p) and 2^-6 (out): 0.0892."""
+    o, residual = torch.ones(5, 1).bfloat16(), torch.full((5, 1), 2.0).bfloat16()
+    gate, index = torch.ones(1, 1).bfloat16(), torch.tensor([0, 0, 0, 0, -1])
+    out = torch.tensor([[3.0], [3.0781], [3.09375], [torch.nan], [3.0]]).bfloat16()
+    want = [[False], [False], [True], [True], [True]]
+    assert accuracy.mlp_outside(out, o, gate, residual, index).tolist() == want
+    assert accuracy.mlp_outside(out, o, None, residual, None).tolist() == [*want[:4], [False]]
+    o[3] = torch.nan
+    assert not accuracy.mlp_outside(out, o, gate, residual, index)[3], "a NaN where it belongs"
+    out[4] = 2
+    assert not accuracy.mlp_outside(out, o, gate, residual, index)[4], "an index outside: the residual"

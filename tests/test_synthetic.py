@@ -36,3 +36,9 @@ def test_the_operator_replaces_the_bf16_layer(layer):
     swapped = h3mlp.prepare_fc1_weight_fp8(layer.weight.roll(FFN, dims=0))
     assert accuracy.compare(h3mlp.fc1_swiglu_fp8(*layer.activations, *swapped), layer.forward_bf16()).snr_db < 3
     assert layer.x.shape[1] == HIDDEN
+
+
+def test_runs_of_indices():
+    found = synthetic.layer(100, 128, 64, table_rows=4).with_runs().adaln_index
+    assert found.tolist() == [n * 4 // 100 for n in range(100)]
+    assert found.dtype == torch.int64

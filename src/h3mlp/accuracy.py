@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import contract
+from . import contract, reference
 
 BLOCK_ROWS = 1024
 """Rows compared in FP64 at a time: 117 MB at F = 14336."""
@@ -62,3 +62,30 @@ def bf16_steps(got: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
         return torch.where(bits < 0, -(bits & 0x7FFF), bits)
 
     return (ordinal(got) - ordinal(reference)).abs()
+
+
+def ulp(t: torch.Tensor) -> torch.Tensor:
+    """The distance from the magnitude of each BF16 to the next BF16, FP32."""
+    next_up = (t.abs().view(torch.int16) + 1).view(contract.ACTIVATION)
+    return next_up.float() - t.abs().float()
+
+
+def mlp_outside(
+    out: torch.Tensor,
+    o: torch.Tensor,
+    gate: torch.Tensor | None,
+    residual: torch.Tensor,
+    index: torch.Tensor | None,
+) -> torch.Tensor:
+    """Where the MLP's out [M, H] is farther from that of this o than the public test of the specified MLP lets it be:
+    1e-2 + 1.6e-2 of it, and an ulp each of o, times the gate, of p and of out. A NaN where only one has it is too
+    far."""
+    want = reference.gated_residual(o, gate, residual, index)
+    if index is None:
+        factor, p = torch.ones_like(o), o
+    else:
+        factor = gate[torch.where((index >= 0) & (index < gate.shape[0]), index, 0)]
+        p = factor * o
+    bound = 1e-2 + 1.6e-2 * want.float().abs() + factor.float().abs() * ulp(o) + ulp(p) + ulp(want)
+    close = (out.float() - want.float()).abs() <= bound
+    return ~close & ~(out.isnan() & want.isnan()) & ~(out == want)

@@ -70,6 +70,9 @@ QUANTIZED = torch.float8_e4m3fn
 SCALE = torch.float32
 INDEX = (torch.int32, torch.int64)
 
+OPERATORS = ("fc1", "mlp")
+"""FC1 with what precedes and follows it, and the whole half."""
+
 ACCUMULATE = ("fp32", "fast")
 """How stages 2 and 3 may add. Fast: within the tensor cores alone, which on Hopper keep about 13 bits and truncate."""
 

@@ -34,6 +34,11 @@ class Layer:
         """The same layer with these rows of the batch."""
         return replace(self, x=self.x[chosen], adaln_index=self.adaln_index[chosen])
 
+    def with_runs(self) -> "Layer":
+        """The same layer with the indices of a model: as many runs of rows as there are table rows."""
+        rows = torch.arange(len(self.x), dtype=self.adaln_index.dtype, device=self.x.device)
+        return replace(self, adaln_index=rows * len(self.adaln_scale) // len(self.x))
+
     def forward_bf16(self, eps: float = contract.EPS) -> torch.Tensor:
         """The layer in plain BF16 torch, the one that the operator replaces: BF16 [M, F]."""
         blocks = zip(self.x.split(BLOCK_ROWS), self.adaln_index.split(BLOCK_ROWS), strict=True)
@@ -63,6 +68,10 @@ class MLP:
 
     def to(self, device: torch.device) -> "MLP":
         return MLP(self.fc1.to(device), *(t.to(device) for t in (self.gate, self.residual, self.fc2_weight)))
+
+    def rows(self, chosen: torch.Tensor) -> "MLP":
+        """The same MLP with these rows of the batch."""
+        return replace(self, fc1=self.fc1.rows(chosen), residual=self.residual[chosen])
 
     def forward_bf16(self, eps: float = contract.EPS) -> torch.Tensor:
         """The half of a block in plain BF16 torch, the one that the operator replaces: BF16 [M, H]."""

@@ -56,7 +56,7 @@ def run(backend, inputs: contract.MLPInputs, accumulate: str = "fp32") -> contra
 def in_blocks(monkeypatch, backend, rows: int) -> None:
     """Blocks of so many rows, at the real size."""
     if backend is cute:
-        monkeypatch.setattr("h3mlp.backends.cute.launch.MLP_ROWS", rows)
+        monkeypatch.setattr("h3mlp.backends.cute.blocks.rows_of_a_block", lambda *_: rows)
     monkeypatch.setattr(chain, "BLOCK_BYTES", rows * 2 * FFN * 2)
 
 

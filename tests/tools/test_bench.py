@@ -13,10 +13,10 @@ import torch
 from helpers import FFN, HIDDEN
 from rich.console import Console
 
-from h3mlp import contract, prepare_fc1_weight_fp8, synthetic, unpack_fc1_rows
+from h3mlp import contract, prepare_fc1_weight_fp8, reference, synthetic, unpack_fc1_rows
 from h3mlp.backends import cpu
 from h3mlp.tools import bench, cli
-from h3mlp.tools.bench import beside, harness, peers, record, timing, work
+from h3mlp.tools.bench import beside, error, harness, mlp_peers, peers, record, timing, work
 from h3mlp.tools.bench.plot import apart
 
 MODEL = contract.HIDDEN, contract.FFN
@@ -76,7 +76,7 @@ def gpu_record() -> bench.Record:
             least = job(rows, *MODEL)
             us = factor * max(work.gemm(rows, *MODEL).flops / 1e9, 154e6 / 4e6)
             times = record.Times(20, us, 0.99 * us, 1.01 * us, 0.8 * us)
-            results.append(record.Result(rows, peer, *least, times, record.Error(1e-4, 0, 64)))
+            results.append(record.Result(rows, peer, *least, times, error.Error(1e-4, 0, 64)))
     lost = replace(results[-2], times=None, error=None, skipped="out of device memory")
     results[-2] = lost
     return bench.Record(
@@ -115,6 +115,12 @@ def test_work_at_the_size_of_the_model():
     assert work.gemm(1, *MODEL) == (2 * 5376 * 28672, 5376 + 4 + weight + 2 * 28672)
     assert work.gemm_bf16(1, *MODEL) == (2 * 5376 * 28672, 2 * (5376 + 28672 * 5376 + 28672))
     assert work.norm_quant(1, 5376) == (0, 3 * 5376 + 4)
+    flops, weights = 6 * 5376 * 14336, weight + 5376 * 14336 + 4 * 5376
+    assert work.mlp_limit(1, *MODEL) == (flops, 6 * 5376 + weights)
+    assert work.mlp(1, *MODEL) == (flops, 6 * 5376 + weights + 2 * (5376 + 4 + 3 * 14336 + 4))
+    gemms = 5376 + 4 + 2 * 28672 + 14336 + 4 + 2 * 5376
+    assert work.mlp_gemms(1, *MODEL) == (flops, weights + gemms)
+    assert work.mlp_bf16(1, *MODEL) == (flops, 2 * (3 * 5376 + 28672 + 3 * 5376 * 14336))
 
 
 def test_every_round_runs_every_peer_until_time_and_rounds_are_spent():
@@ -189,8 +195,8 @@ def test_times():
 def test_violations_count_each_element_out_of_tolerance():
     exact = torch.tensor([[0.0, 100.0, 100.0, 0.0, 1.0]])
     got = torch.tensor([[0.011, 101.6, 101.7, torch.nan, 1.02]])
-    assert harness.violations(got, exact) == 3
-    assert harness.error_of(got, exact).relative_rms is None
+    assert error.violations(got, exact) == 3
+    assert error.error_of(got, exact).relative_rms is None
 
 
 @pytest.mark.parametrize("rows", [1, 64, 1000])
@@ -212,7 +218,7 @@ def test_a_run_on_the_cpu(tmp_path):
         at = found.at(rows)
         assert list(at) == [peers.OURS, peers.CHAIN_EAGER, peers.STAGE1, peers.BF16]
         assert all(result.times.rounds == 2 and result.times.burst_us is None for result in at.values())
-        assert at[peers.STAGE1].error == record.Error(0.0, 0, min(rows, 64)), "the reference's own bits"
+        assert at[peers.STAGE1].error == error.Error(0.0, 0, min(rows, 64)), "the reference's own bits"
         assert at[peers.OURS].error.relative_rms < 1e-4
         assert at[peers.CHAIN_EAGER].error.violations == 0
         assert at[peers.BF16].error is None
@@ -256,6 +262,56 @@ def test_the_peers_of_a_gpu_compute_what_they_say(problem):
     assert rms[peers.CHAIN] == rms[peers.CHAIN_EAGER] < 0.04
 
 
+def test_a_run_of_the_mlp(tmp_path):
+    found = bench.run((1, 70), rounds=2, bf16=True, operator="mlp", runs=False, hidden=HIDDEN, ffn=FFN)
+    assert found.ok
+    assert found.settings["index"] == "random"
+    for rows in found.row_counts:
+        at = found.at(rows)
+        assert list(at) == [peers.OURS, peers.CHAIN_EAGER, peers.BF16]
+        assert at[peers.OURS].error.violations == 0
+        assert at[peers.CHAIN_EAGER].error.relative_rms < 2**-7, "one BF16 step of out at most"
+        assert at[peers.OURS].flops == work.mlp(rows, HIDDEN, FFN).flops
+    assert "MiniMax-H3 MLP half of a block: hidden 384, FFN 128, index random" in text(bench.render(found))
+    path = tmp_path / "result.json"
+    bench.save(found, path)
+    assert bench.load(path) == found
+    content = json.loads(path.read_text())
+    del content["operator"]
+    path.write_text(json.dumps(content))
+    assert bench.load(path).operator == "fc1", "as files were written before there were two"
+
+
+def test_a_wrong_mlp_is_found():
+    """One step of BF16 in one element is none; half of a row is."""
+    problem = mlp_peers.Problem.make(70, HIDDEN, FFN, 0, torch.device("cpu"))
+    sample = harness.sample_rows(70)
+    judge, out = problem.judge(sample), mlp_peers.ours(problem).call()[sample]
+    assert judge("out", out).violations == 0
+    out[3, :192] += 1
+    assert judge("out", out).violations > 180
+
+
+def test_the_mlps_peers_of_a_gpu_compute_what_they_say():
+    """On the CPU, not compiled; the FP8 GEMM by the reference where this torch has none."""
+    problem = mlp_peers.Problem.make(70, HIDDEN, FFN, 0, torch.device("cpu")).first(70, runs=True)
+    assert problem.mlp.fc1.adaln_index.diff().min() >= 0
+    compiled = []
+    chosen = mlp_peers.on_cuda(problem, bf16=True, compiled=lambda f: compiled.append(f) or f)
+    with pytest.MonkeyPatch.context() as patch:
+        multiply = reference.accumulate
+        patch.setattr(mlp_peers, "scaled_mm", lambda a, w, s, ws, _: reference.dequantize(multiply(a, w), s, ws))
+        found = harness.measure(problem, chosen, timing.HostTimer(), QUICK)
+    assert len(compiled) == 5
+    assert [result.skipped for result in found] == [None] * 9
+    errors = {result.peer: result.error for result in found}
+    assert errors[peers.OURS].violations == errors[peers.OURS_FAST].violations == 0
+    assert errors[mlp_peers.FC1_CHAIN] == errors[peers.OURS], "the same codes, rounded alike"
+    for name in (peers.CHAIN, peers.CHAIN_EAGER, mlp_peers.CHAIN_FP32):
+        assert 0 < errors[name].relative_rms < 0.02, "a chain in BF16 rounds n * sp1: some codes move by a step"
+    assert errors[peers.GEMM] is errors[peers.BF16] is None
+
+
 def test_a_run_on_a_gpu_with_the_cpu_in_its_place(monkeypatch):
     """All but the device itself: the peers, the host time, the pauses, and a peer that is not there for this shape."""
 
@@ -281,7 +337,9 @@ def test_a_run_on_a_gpu_with_the_cpu_in_its_place(monkeypatch):
     device = torch.device("cuda", 0)
     found = bench.run((1, 3), seconds=0.0, rounds=2, hidden=HIDDEN, ffn=FFN, device=device, timer=timer)
     assert found.ok
-    assert warmed == [((device, (1, 3)), {"hidden": HIDDEN, "ffn": FFN})], "a GPU's choice of GEMM is measured first"
+    assert warmed == [((device, (1, 3)), {"hidden": HIDDEN, "ffn": FFN, "operators": ["fc1"]})], (
+        "a GPU's choice of GEMM is measured first"
+    )
     serves = "serves tensors in host memory only"
     described = {"device": "cuda:0", "backend": "cpu", "serves": serves, "name": "NVIDIA H200", "power_limit_w": 700.0}
     assert found.device == described
@@ -329,7 +387,7 @@ def test_limit_and_verdict(gpu_record):
     assert few.limit_us(1) == gpu_record.limit_us(1)
     assert gpu_record.ok
     ours, *others = gpu_record.results
-    for wrong in (replace(ours, times=None), replace(ours, error=record.Error(0.1, 5, 64))):
+    for wrong in (replace(ours, times=None), replace(ours, error=error.Error(0.1, 5, 64))):
         assert not replace(gpu_record, results=[wrong, *others]).ok
     assert not replace(gpu_record, results=others[:4]).ok
 
@@ -475,7 +533,7 @@ def test_command_measures(tmp_path, capsys, monkeypatch):
 
 
 def test_command_fails_where_the_operator_is_wrong(gpu_record, tmp_path, capsys):
-    wrong = replace(gpu_record.results[0], error=record.Error(1.4, 100, 64))
+    wrong = replace(gpu_record.results[0], error=error.Error(1.4, 100, 64))
     bench.save(replace(gpu_record, results=[wrong]), tmp_path / "wrong.json")
     assert stop_of("--from", str(tmp_path / "wrong.json")) == 1
     assert "1.4e+00" in capsys.readouterr().out

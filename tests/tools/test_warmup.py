@@ -15,10 +15,10 @@ def test_the_backend_is_told(monkeypatch):
     backend = dispatch.select(torch.device("cpu"))
     monkeypatch.setattr(backend, "warmup", lambda *arguments: calls.append(arguments), raising=False)
     h3mlp.warmup("cpu", rows=(n for n in (3, 4)), hidden=384, ffn=128)
-    h3mlp.warmup("cpu", rows=[5], gemm="plain:128x256", modulation="eager")
+    h3mlp.warmup("cpu", rows=[5], gemm="plain:128x256", modulation="eager", operators=["mlp"])
     cpu = torch.device("cpu")
-    assert calls[0] == (cpu, (3, 4), 384, 128, "fp32", None, "fused")
-    assert calls[1] == (cpu, (5,), 5376, 14336, "fp32", "plain:128x256", "eager")
+    assert calls[0] == (cpu, (3, 4), 384, 128, "fp32", None, "fused", ("fc1", "mlp"))
+    assert calls[1] == (cpu, (5,), 5376, 14336, "fp32", "plain:128x256", "eager", ("mlp",))
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,8 @@ def test_the_backend_is_told(monkeypatch):
         ({"hidden": 100}, r"hidden must be a multiple of 128; it is 100 \(int\)"),
         ({"ffn": 32}, r"ffn must be a multiple of 64; it is 32 \(int\)"),
         ({"accumulate": "bf16"}, r"accumulate must be 'fp32' or 'fast'"),
+        ({"operators": []}, r"operators must be some of 'fc1', 'mlp'; it is \(\) \(tuple\)"),
+        ({"operators": ["fc2"]}, r"operators must be some of 'fc1', 'mlp'; it is \('fc2',\) \(tuple\)"),
         ({"modulation": None}, r"modulation must be 'fused' or 'eager'; it is None \(NoneType\)"),
         (
             {"gemm": "plain:128x256"},

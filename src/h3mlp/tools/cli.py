@@ -71,7 +71,11 @@ class RowCounts(click.ParamType):
 @click.option("--rows", type=RowCounts(), metavar="N,N,...", help="Rows of x.  [default: from 1 to a 4 s clip's 33472]")
 @click.option("--seconds", type=Finite(least=0), help="Time for each number of rows.  [default: 10 on a GPU]")
 @click.option("--rounds", type=click.IntRange(1), help="Rounds at least.  [default: 20 on a GPU, 7 on the CPU]")
-@click.option("--bf16", is_flag=True, help="Time the BF16 GEMM too (on the CPU the BF16 layer).")
+@click.option("--operator", type=click.Choice(contract.OPERATORS), help="FC1, or the whole half.  [default: fc1]")
+@click.option(
+    "--index", type=click.Choice(["runs", "random"]), help="AdaLN indices: as a model's or not.  [default: runs]"
+)
+@click.option("--bf16", is_flag=True, help="Time the same in BF16 too (of FC1 on a GPU the GEMM alone).")
 @json_option
 @file_option("--json-out", output_file, "Write the result into FILE.")
 @click.option(
@@ -86,17 +90,20 @@ def bench(
     rows: tuple[int, ...] | None,
     seconds: float | None,
     rounds: int | None,
+    operator: str | None,
+    index: str | None,
     bf16: bool,
     as_json: bool,
     json_out: Path | None,
     source: Path | None,
     plot: Path | None,
 ) -> int:
-    """Time the operator beside the bare GEMM and a chain of torch calls on the best device, side by side.
+    """Time an operator beside the bare GEMMs and a chain of torch calls on the best device, side by side.
 
     Exit code 1 when the operator did not run, or when its result is wrong.
     """
-    given = {"--rows": rows, "--seconds": seconds, "--rounds": rounds, "--bf16": bf16, "--json-out": json_out}
+    given = {"--rows": rows, "--seconds": seconds, "--rounds": rounds, "--operator": operator, "--index": index}
+    given |= {"--bf16": bf16, "--json-out": json_out}
     if source and (useless := [name for name, value in given.items() if value not in (None, False)]):
         raise click.UsageError(f"{useless[0]} has no meaning with --from: nothing is measured then.")
 
@@ -109,7 +116,8 @@ def bench(
             raise click.UsageError(f"--from: {error}") from None
     else:
         with progress(BarColumn()) as show_step:
-            record = job.run(rows, seconds=seconds, rounds=rounds, bf16=bf16, progress=show_step)
+            kind = {"operator": operator or "fc1", "runs": index != "random"}
+            record = job.run(rows, seconds=seconds, rounds=rounds, bf16=bf16, progress=show_step, **kind)
     if json_out:
         job.save(record, json_out)
     if plot:

@@ -19,7 +19,7 @@ from ..operators.mlp import minimax_h3_mlp_fp8
 from ..weights import PackedMLP
 from . import doctor
 from .bench import beside
-from .bench.harness import ABSOLUTE, RELATIVE, violations
+from .bench.error import ABSOLUTE, RELATIVE, violations
 from .bench.plot import save_figure
 from .bench.record import VIOLATIONS_ALLOWED
 from .bench.record import Result as Timed

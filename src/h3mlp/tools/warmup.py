@@ -17,6 +17,7 @@ def warmup(
     accumulate: str = "fp32",
     gemm: str | None = None,
     modulation: str = "fused",
+    operators: Iterable[str] = contract.OPERATORS,
 ) -> None:
     """Compile and load the kernels for calls with so many rows, so that no call waits for it, nor a CUDA graph capture.
 
@@ -36,6 +37,8 @@ def warmup(
         gemm: use this GEMM on the device from now on, in this process: form and tile such as ``unit_scale:128x256``.
             Unless given, ``$H3MLP_GEMM``, or else the one measured as the fastest.
         modulation: as in ``fc1_swiglu_fp8``. The kernel without AdaLN is always among those that are loaded.
+        operators: "fc1" for ``fc1_swiglu_fp8``, "mlp" for ``mlp_fp8``; both unless given. The MLP needs about as many
+            kernels more.
 
     Raises:
         ValueError: an argument out of range, or a ``gemm`` that the device does not have.
@@ -45,14 +48,16 @@ def warmup(
     device = dispatch.best()[0] if device is None else torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    rows = tuple(rows)
+    rows, operators = tuple(rows), tuple(operators)
     for count in rows:
         check.positive_int("rows", count)
     check.dimensions(hidden, ffn)
     check.accumulate(accumulate)
     check.modulation(modulation)
+    if not operators or not set(operators) <= set(contract.OPERATORS):
+        check.refuse("operators", f"some of {', '.join(map(repr, contract.OPERATORS))}", operators)
     prepare = getattr(dispatch.select(device), "warmup", None)
     if prepare is not None:
-        prepare(device, rows, hidden, ffn, accumulate, gemm, modulation)
+        prepare(device, rows, hidden, ffn, accumulate, gemm, modulation, operators)
     elif gemm is not None:
         check.refuse("gemm", f"None on {device}, where there is no choice", gemm)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import make_inputs, make_mlp_inputs, nan_buffers, nan_mlp_buffers, shifted, without_adaln
 
+from h3mlp import contract
 from h3mlp.backends import cute
 
 CUDA = torch.device("cuda", 0)
@@ -118,7 +119,14 @@ def _written(name: str, arguments: tuple) -> tuple:
         return arguments[5:7]
     if name == "quantize_rows":
         return arguments[1:3]
-    return arguments[7:8] if "_gated_" in name else arguments[4:5]
+    if "_gated_" in name:
+        return arguments[7:8]
+    return (arguments[4], *arguments[6:8]) if name.endswith("_quantizing") else arguments[4:5]
+
+
+def places(tensors) -> list[tuple[int, int]]:
+    """Where each begins, and its rows."""
+    return [(t.data_ptr(), len(t)) for t in tensors]
 
 
 def names(calls: list) -> list[str]:
@@ -186,12 +194,26 @@ def test_warmup_launches_each_kernel_once(launched, monkeypatch):
     from h3mlp.backends.cute import launch
 
     monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
-    launch.warmup(torch.device("cpu"), (1, 5, 32, 33472), 384, 14336, "fast")
+    launch.warmup(torch.device("cpu"), (1, 5, 32, 33472), 384, 14336, "fast", operators=("fc1",))
     gemms = ["gemm_sm90_swiglu_128x160_fast", "gemm_sm90_swiglu_128x32_fast"]
     assert sorted(names(launched)) == [*gemms, "norm_quant_i32", "norm_quant_i64", "norm_quant_plain"]
     launched.clear()
-    launch.warmup(torch.device("cpu"), (1, 33472), 384, 14336, "fast", modulation="eager")
+    launch.warmup(torch.device("cpu"), (1, 33472), 384, 14336, "fast", modulation="eager", operators=("fc1",))
     assert sorted(names(launched)) == [*gemms, "norm_quant_eager_i32", "norm_quant_eager_i64", "norm_quant_plain"]
+
+
+@pytest.mark.parametrize("rows", [3, 556, 700])
+def test_warmup_of_the_mlp_launches_what_its_calls_do(launched, monkeypatch, rows):
+    from h3mlp.backends.cute import blocks, launch
+
+    monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
+    monkeypatch.setattr(blocks, "rows_of_a_block", lambda *_: 256)
+    launch.warmup(torch.device("cpu"), (rows,), 384, 128, "fp32", operators=("mlp",))
+    warmed, count = set(names(launched)), len(launched)
+    inputs = make_mlp_inputs(rows)
+    launch.mlp(inputs, 1e-5, contract.MLPBuffers(torch.empty_like(inputs.x)), "fp32")
+    assert set(names(launched[count:])) <= warmed
+    assert count == len(warmed), "each once"
 
 
 def test_what_each_mode_launches(launched):
@@ -225,24 +247,47 @@ def test_mma_sync_kernels_of_small_and_large_calls(launched, monkeypatch, arch, 
 
 class TestMLP:
     def test_four_kernels_a_block(self, launched, monkeypatch):
-        """Blocks of 256 and 44 rows."""
-        from h3mlp.backends.cute import launch
+        """Blocks of 256, 256 and 44 rows. The y of the first is quantized beside FC1 of the second; the third has too
+        few rows for that."""
+        from h3mlp.backends.cute import blocks, launch
 
-        monkeypatch.setattr(launch, "MLP_ROWS", 256)
-        inputs, buffers = make_mlp_inputs(300), nan_mlp_buffers(300)
+        monkeypatch.setattr(blocks, "rows_of_a_block", lambda *_: 256)
+        inputs, buffers = make_mlp_inputs(556), nan_mlp_buffers(556)
         launch.mlp(inputs, 1e-5, buffers, "fast")
-        first, second = names(launched)[:4], names(launched)[4:]
         gemm = "gemm_sm90_{}_128x{}_fast"
-        assert first == ["norm_quant_i64", gemm.format("swiglu", 128), "quantize_rows", gemm.format("gated", 128)]
-        assert second == ["norm_quant_i64", gemm.format("swiglu", 64), "quantize_rows", gemm.format("gated", 64)]
+        wide, narrow, gated = gemm.format("swiglu", 128), gemm.format("swiglu", 64), gemm.format("gated", 128)
+        assert names(launched) == [
+            *("norm_quant_i64", wide),
+            *("norm_quant_i64", f"{wide}_quantizing", gated),
+            *("norm_quant_i64", "quantize_rows", narrow, gated),
+            *("quantize_rows", gemm.format("gated", 64)),
+        ]
         assert all((buffer.float() == 1).all() for buffer in buffers)
-        y_q, s_y, w_q, w_scale, gate, index, residual, out, multiprocessors = launched[7][2]
-        for got, given in zip((y_q, s_y, residual, out), (*buffers[4:], inputs.residual, buffers.out), strict=True):
-            assert got.data_ptr() == given[256:].data_ptr()
-            assert len(got) == 44
-        assert (w_q, w_scale, gate) == (inputs.fc2_weight_q, inputs.fc2_weight_scale, inputs.gate)
-        assert torch.equal(index.view(torch.int64), inputs.adaln_index[256:]), "as words of 32 bits, the lower first"
+        first, second = slice(0, 256), slice(256, 512)
+        a_q, s_row, w_q, w_scale, y, *others, multiprocessors, eps = (*launched[3][2], None)
         assert multiprocessors == 132
+        assert eps is None
+        mine = a_q, s_row, y
+        assert places(mine) == places(b[second] for b in (*buffers[1:3], buffers.workspace_y))
+        assert places(others) == places(b[first] for b in buffers[3:])
+        y_q, s_y, w_q, w_scale, gate, index, residual, out, _ = launched[-1][2]
+        assert places((y_q, s_y, residual, out)) == places(
+            b[512:] for b in (*buffers[4:], inputs.residual, buffers.out)
+        )
+        assert (w_q, w_scale, gate) == (inputs.fc2_weight_q, inputs.fc2_weight_scale, inputs.gate)
+        assert torch.equal(index.view(torch.int64), inputs.adaln_index[512:]), "as words of 32 bits, the lower first"
+
+    def test_own_y_of_blocks_alternate(self, launched, monkeypatch):
+        """Of all other workspaces there is one."""
+        from h3mlp.backends.cute import blocks, launch
+
+        monkeypatch.setattr(blocks, "rows_of_a_block", lambda *_: 256)
+        launch.mlp(make_mlp_inputs(700), 1e-5, contract.MLPBuffers(nan_mlp_buffers(700).out), "fp32")
+        fc1 = [arguments for name, _, arguments in launched if "_swiglu_" in name]
+        y, a_q = (places(arguments[i] for arguments in fc1) for i in (4, 0))
+        assert [place for place, _ in y] == [y[0][0], y[1][0], y[0][0]]
+        assert y[0][0] != y[1][0]
+        assert len({place for place, _ in a_q}) == 1
 
     def test_indices_of_32_bits_and_none(self, launched):
         from h3mlp.backends.cute import launch
@@ -315,10 +360,10 @@ def test_warmup_measures_unless_it_was_measured_or_is_told(launched, monkeypatch
     monkeypatch.setattr(choice, "keep", lambda *_: sources.add("measured"))
     monkeypatch.setattr(measure, "run", lambda *_: sources.add("ran"))
     monkeypatch.delenv(choice.ENVIRONMENT, raising=False)
-    launch.warmup(device, (5000,), 384, 128, "fp32")
+    launch.warmup(device, (5000,), 384, 128, "fp32", operators=("fc1",))
     assert sources == ({"measured"} if measured else {"measured", "ran"})
     assert names(launched)[-1] == f"gemm_sm120_swiglu_{last.tile}_plain"
-    launch.warmup(device, (5000,), 384, 128, "fp32", str(first))
+    launch.warmup(device, (5000,), 384, 128, "fp32", str(first), operators=("fc1",))
     assert names(launched)[-1] == f"gemm_sm120_swiglu_{first.tile}_unit"
 
 
@@ -333,7 +378,7 @@ def test_without_the_memory_to_measure_the_default_serves(launched, monkeypatch,
     monkeypatch.setattr(choice, "_file", lambda *_: tmp_path / "none")
     monkeypatch.setattr(measure, "run", fail)
     monkeypatch.delenv(choice.ENVIRONMENT, raising=False)
-    launch.warmup(torch.device("cpu"), (5000,), 384, 128, "fp32")
+    launch.warmup(torch.device("cpu"), (5000,), 384, 128, "fp32", operators=("fc1",))
     assert names(launched)[-1] == "gemm_sm120_swiglu_128x256_plain_async"
     assert "are not measured, plain:128x256 is used: CUDA out of memory" in caplog.text
 

@@ -24,15 +24,16 @@ def test_tile_tokens(rows, tokens):
     assert variants.tile_tokens(FC1, rows, 132) == tokens
 
 
-@pytest.mark.parametrize("rows", range(129, 5000, 97))
-def test_no_other_tile_takes_fewer_waves_of_tokens(rows):
-    """66 pairs of CTAs; a wave lasts as long as a tile is wide."""
+@pytest.mark.parametrize(("product", "row_tiles"), [(FC1, 112), (FC2, 21)], ids=["fc1", "fc2"])
+def test_no_other_tile_takes_fewer_waves_of_tokens(product, row_tiles):
+    """66 pairs of CTAs; a wave lasts as long as a tile is wide, and 25 tokens of K = 5376 more."""
 
     def time(tokens):
-        return -(-112 * -(-rows // tokens) // 66) * (tokens + variants.TILE_OVERHEAD)
+        return -(-row_tiles * -(-rows // tokens) // 66) * (tokens * product.k + 25 * 5376)
 
-    chosen = variants.tile_tokens(FC1, rows, 132)
-    assert time(chosen) == min(time(128), time(160))
+    for rows in range(129, 5000, 97):
+        chosen = variants.tile_tokens(product, rows, 132)
+        assert time(chosen) == min(time(128), time(160)), rows
 
 
 def test_every_kernel_is_found_once():

@@ -78,16 +78,17 @@ def warmup(
     accumulate: str,
     gemm: str | None,
     modulation: str = "fused",
+    operators: tuple[str, ...] = contract.OPERATORS,
 ) -> None:
-    """Compile and load what calls with so many rows launch. Where there is a choice of GEMMs, use ``gemm``, or find the
-    fastest, once for a model of GPU.
+    """Compile and load what calls of these operators with so many rows launch. Where there is a choice of GEMMs, use
+    ``gemm``, or find the fastest, once for a model of GPU.
 
     Raises:
         ValueError: this device has no such ``gemm``.
     """
     from . import launch
 
-    launch.warmup(device, rows, hidden, ffn, accumulate, gemm, modulation)
+    launch.warmup(device, rows, hidden, ffn, accumulate, gemm, modulation, operators)
 
 
 def kernels(arch: str) -> list["Kernel"]:

@@ -18,12 +18,14 @@ from cutlass.memory import SmemAllocator
 from . import epilogue_sm90, operands, ptx, schedule
 from .epilogue_sm90 import BATCH, CONSUMERS, ROWS, TILE_ROWS, WARPGROUP
 from .product import Product
+from .quantize_rows import LoneWarp, QuantizeRows
 
 WGMMA_K = 32
 STAGE_K = 128
 """K of a stage: 128 bytes, the widest swizzle."""
 
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
+REGISTERS = {False: (24, 240), True: (40, 232)}
+"""Of a thread of the producer's warpgroup and of the two that multiply; the former also quantizes, or does not."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,14 @@ class GemmSm90(operands.Launches):
     """Add partial sums to FP32 accumulators every ``interval`` of K; otherwise never."""
     interval: int = 256
     group: int = 16
+    quantizes: bool = False
+    """The three idle warps of the producer's warpgroup quantize rows of another y."""
 
     @property
     def name(self) -> str:
-        return f"gemm_sm90_{self.product.end}_{TILE_ROWS}x{self.tile_tokens}_{'fp32' if self.promote else 'fast'}"
+        beside = "_quantizing" if self.quantizes else ""
+        mode = "fp32" if self.promote else "fast"
+        return f"gemm_sm90_{self.product.end}_{TILE_ROWS}x{self.tile_tokens}_{mode}{beside}"
 
     multiplies_with = "QGMMA"
 
@@ -72,6 +78,30 @@ class GemmSm90(operands.Launches):
             Float8E4M3FN, Float8E4M3FN, k_major, k_major, Float32, (1, 1, 1), (ROWS, self.tile_tokens)
         )
 
+    def trace(self) -> tuple[object, tuple]:
+        function, arguments = super().trace()
+        if not self.quantizes:
+            return function, arguments
+        others = QuantizeRows(self.product.columns).trace()[1][:3]
+        return self.launch_quantizing, (*arguments[:-2], *others, *arguments[-2:])
+
+    @cute.jit
+    def launch_quantizing(
+        self,
+        a_q: cute.Tensor,
+        s_row: cute.Tensor,
+        w_q: cute.Tensor,
+        w_scale: cute.Tensor,
+        out: cute.Tensor,
+        other_y: cute.Tensor,
+        y_q: cute.Tensor,
+        s_y: cute.Tensor,
+        multiprocessors: Int32,
+        stream,
+    ):
+        others = other_y, y_q, s_y
+        self.enqueue(a_q, s_row, w_q, w_scale, (out,), multiprocessors, stream, others)
+
     @cute.jit
     def enqueue(
         self,
@@ -82,6 +112,7 @@ class GemmSm90(operands.Launches):
         target: tuple,
         multiprocessors: Int32,
         stream,
+        others: tuple = (),
     ):
         w_smem = operands.smem_layout(TILE_ROWS, STAGE_K, self.stages)
         a_smem = operands.smem_layout(self.tile_tokens, STAGE_K, self.stages)
@@ -91,7 +122,7 @@ class GemmSm90(operands.Launches):
         token_tiles = (cute.size(a_q, mode=[0]) + self.tile_tokens - 1) // self.tile_tokens
         tiles = self.row_tiles * token_tiles
         clusters = cutlass.min(multiprocessors // self.cluster_rows, tiles)
-        self.kernel(*w, *a, target, s_row, w_scale, w_smem, a_smem, token_tiles).launch(
+        self.kernel(*w, *a, target, others, s_row, w_scale, w_smem, a_smem, token_tiles).launch(
             grid=(self.cluster_rows * clusters, 1, 1),
             block=((CONSUMERS + 1) * WARPGROUP, 1, 1),
             cluster=(self.cluster_rows, 1, 1),
@@ -108,6 +139,7 @@ class GemmSm90(operands.Launches):
         a_tma: cute.CopyAtom,
         a_tiles: cute.Tensor,
         target: tuple,
+        others: tuple,
         s_row: cute.Tensor,
         w_scale: cute.Tensor,
         w_smem: cute.ComposedLayout,
@@ -147,11 +179,15 @@ class GemmSm90(operands.Launches):
 
         tiles = schedule.Tiles(self.row_tiles, token_tiles, self.group, self.cluster_rows, rank)
         if group_index == CONSUMERS:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            cute.arch.setmaxregister_decrease(REGISTERS[self.quantizes][0])
             if warp_index == 4 * CONSUMERS:
                 Producer(self, tiles, loads, w_tma, w_tiles, a_tma, a_tiles, s_w, s_a).run()
+            elif const_expr(self.quantizes):
+                cute.arch.griddepcontrol_wait()
+                idle, ctas = warp_index - 4 * CONSUMERS - 1, cute.arch.grid_dim()[0]
+                LoneWarp(self.product.columns, *others).run(idle * ctas + cute.arch.block_idx()[0], 3 * ctas)
         else:
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            cute.arch.setmaxregister_increase(REGISTERS[self.quantizes][1])
             end = self.epilogue(self, shared, s_row, w_scale, target, group_index, thread % WARPGROUP)
             Consumer(self, tiles, loads, s_w, s_a, end, group_index).run()
 

@@ -103,3 +103,61 @@ class QuantizeRows:
     def owns(self, thread, j: int):
         """Whether the thread has its j-th vector: known to the compiler unless the row ends within."""
         return thread + j * self.threads < self.vectors if (j + 1) * self.threads > self.vectors else True
+
+
+class LoneWarp:
+    """A warp that quantizes every ``step``-th row from ``first`` on by itself, beside other work: with few registers,
+    for which it reads each row twice."""
+
+    AT_ONCE = 4
+    """Vectors of a lane on their way."""
+
+    def __init__(self, columns: int, y: cute.Tensor, y_q: cute.Tensor, s_y: cute.Tensor):
+        self.vectors, self.lane = columns // VECTOR, cute.arch.lane_idx()
+        self.y, self.y_q, self.s_y = y, y_q, s_y
+
+    @cute.jit
+    def run(self, first, step):
+        turns = cutlass.const_expr(-(-self.vectors // (LANES * self.AT_ONCE)))
+        peak = cute.make_rmem_tensor((1,), Uint32)
+        words = cute.make_rmem_tensor((WORDS, self.AT_ONCE), Uint32)
+        s_y = self.s_y
+        for row in cutlass.range(first, cute.size(s_y), step, unroll=1):
+            peak[0] = Uint32(0)
+            for turn in cutlass.range(turns, unroll=1):
+                self.load(row, turn, words)
+                for j in cutlass.range_constexpr(self.AT_ONCE):
+                    peak[0] = prologue.larger(peak[0], prologue.peak_of(words[None, j]))
+            scale = prologue.row_scale(prologue.largest(peak[0]))
+            if self.lane == 0:
+                s_y[row] = scale
+            inverse, rest = prologue.inverse(scale)
+            for turn in cutlass.range(turns, unroll=1):
+                self.load(row, turn, words)
+                self.store(row, turn, words, inverse, rest)
+
+    @cute.jit
+    def load(self, row, turn, words: cute.Tensor):
+        for j in cutlass.range_constexpr(self.AT_ONCE):
+            vector = self.vector(turn, j)
+            if cutlass.const_expr(not self.whole):
+                words[None, j].fill(0)
+            if self.whole or vector < self.vectors:
+                cute.autovec_copy(vector_at(address_of(self.y, row, vector), VECTOR_BYTES), words[None, j])
+
+    @cute.jit
+    def store(self, row, turn, words: cute.Tensor, inverse, rest):
+        for j in cutlass.range_constexpr(self.AT_ONCE):
+            vector = self.vector(turn, j)
+            codes = cute.make_rmem_tensor(2, Uint32)
+            codes[0], codes[1] = prologue.codes(words[None, j], inverse, rest)
+            if self.whole or vector < self.vectors:
+                cute.autovec_copy(codes, vector_at(address_of(self.y_q, row, vector), CODE_BYTES))
+
+    def vector(self, turn, j: int):
+        return (turn * self.AT_ONCE + j) * LANES + self.lane
+
+    @property
+    def whole(self) -> bool:
+        """Whether every lane has a vector in every turn."""
+        return self.vectors % (LANES * self.AT_ONCE) == 0

@@ -36,10 +36,13 @@ def norm_quant(gpu: Gpu, hidden: int, index_bits: int, vectors: bool, modulation
     return NormQuant(hidden, index_bits, vectors, modulation, sms=gpu.multiprocessors)
 
 
-def gemm(gpu: Gpu, product: Product, rows: int, accumulate: str, chosen: Choice | None) -> GemmSm90 | GemmSm120:
-    """``chosen``: what ``choice.current`` says."""
+def gemm(
+    gpu: Gpu, product: Product, rows: int, accumulate: str, chosen: Choice | None, quantizes: bool = False
+) -> GemmSm90 | GemmSm120:
+    """``chosen``: what ``choice.current`` says. ``quantizes``: another y beside, where that can be."""
     if gpu.arch == "sm_90a":
-        return gemm_sm90(product, tile_tokens(product, rows, gpu.multiprocessors), accumulate)
+        tokens = tile_tokens(product, rows, gpu.multiprocessors)
+        return gemm_sm90(product, tokens, accumulate, quantizes and tokens >= PAIRED)
     tile = sm120_tile(product, rows, gpu.multiprocessors, chosen.tile)
     return gemm_sm120(gpu, product, tile, chosen.form)
 
@@ -54,13 +57,19 @@ PAIRED = 128
 
 PAIR = 2
 
-TILE_OVERHEAD = 25
-"""What a tile costs beyond its products, in tokens: a wave of 128 takes 23.8 thousand cycles, one of 160 28.7."""
+TILE_OVERHEAD = 134_400
+"""What a tile costs beyond its products, in tokens by K: at K = 5376 a wave of 128 tokens takes 23.8 thousand cycles,
+one of 160 28.7."""
 
 
-def gemm_sm90(product: Product, tokens: int, accumulate: str) -> GemmSm90:
+def gemm_sm90(product: Product, tokens: int, accumulate: str, quantizes: bool = False) -> GemmSm90:
     cluster_rows = PAIR if tokens >= PAIRED else 1
-    return GemmSm90(product, tokens, STAGES[tokens], cluster_rows, promote=accumulate == "fp32")
+    return GemmSm90(product, tokens, STAGES[tokens], cluster_rows, accumulate == "fp32", quantizes=quantizes)
+
+
+def quantizes(gpu: Gpu, product: Product, rows: int) -> bool:
+    """Whether the GEMM for so many rows can quantize another y beside: a few tiles would be done too soon."""
+    return gpu.arch == "sm_90a" and tile_tokens(product, rows, gpu.multiprocessors) >= PAIRED
 
 
 @lru_cache(maxsize=1024)
@@ -69,13 +78,16 @@ def tile_tokens(product: Product, rows: int, multiprocessors: int) -> int:
     for tokens in STAGES:
         if rows <= tokens <= PAIRED:
             return tokens
-    pairs, row_tiles = multiprocessors // PAIR, -(-product.n // (PAIR * TILE_ROWS))
+    wide = (tokens for tokens in STAGES if tokens >= PAIRED)
+    return min(wide, key=lambda tokens: (sm90_time(product, rows, multiprocessors, tokens), -tokens))
 
-    def time(tokens: int) -> int:
-        waves = -(-row_tiles * -(-rows // tokens) // pairs)
-        return waves * (tokens + TILE_OVERHEAD)
 
-    return min((tokens for tokens in STAGES if tokens >= PAIRED), key=lambda tokens: (time(tokens), -tokens))
+def sm90_time(product: Product, rows: int, multiprocessors: int, tokens: int) -> int:
+    """What tiles of so many tokens take, in tokens by K of an SM."""
+    ctas = PAIR if tokens >= PAIRED else 1
+    row_tiles = -(-product.n // (ctas * TILE_ROWS))
+    waves = -(-row_tiles * -(-rows // tokens) // (multiprocessors // ctas))
+    return waves * (tokens * product.k + TILE_OVERHEAD)
 
 
 # mma.sync.
@@ -114,12 +126,31 @@ def sm120_tile(product: Product, rows: int, multiprocessors: int, large: str) ->
         if rows <= tile.tokens:
             return tile
 
-    def time(tile: Tile) -> int:
-        tiles = -(-product.n // tile.rows) * -(-rows // tile.tokens)
-        return -(-tiles // (multiprocessors * tile.ctas)) * tile.ctas * tile.tokens * tile.rows
-
     small, large = SMALL_TILES[-1], LARGE_TILES[large]
-    return small if MARGIN * time(small) < time(large) else large
+    times = (sm120_time(product, rows, multiprocessors, tile) for tile in (small, large))
+    return small if MARGIN * next(times) < next(times) else large
+
+
+def sm120_time(product: Product, rows: int, multiprocessors: int, tile: Tile) -> int:
+    """What such tiles take, in tokens by K of an SM, for 128 weight rows."""
+    tiles = -(-product.n // tile.rows) * -(-rows // tile.tokens)
+    waves = -(-tiles // (multiprocessors * tile.ctas))
+    return waves * tile.ctas * tile.tokens * tile.rows // TILE_ROWS * product.k
+
+
+def time(gpu: Gpu, product: Product, rows: int, chosen: Choice | None) -> int:
+    """What the variant that serves so many rows takes, likewise, if nothing but tiles counts."""
+    if gpu.arch == "sm_90a":
+        return sm90_time(product, rows, gpu.multiprocessors, tile_tokens(product, rows, gpu.multiprocessors))
+    tile = sm120_tile(product, rows, gpu.multiprocessors, chosen.tile)
+    return sm120_time(product, rows, gpu.multiprocessors, tile)
+
+
+def wide_tiles(gpu: Gpu, chosen: Choice | None) -> list[int]:
+    """Tokens of the tiles that serve many rows."""
+    if gpu.arch == "sm_90a":
+        return [tokens for tokens in STAGES if tokens >= PAIRED]
+    return [LARGE_TILES[chosen.tile].tokens]
 
 
 def of(arch: str) -> list:
@@ -136,6 +167,8 @@ def of(arch: str) -> list:
     products = fc1(hidden, ffn), fc2(hidden, ffn)
     if arch == "sm_90a":
         gemms = [gemm_sm90(p, tokens, mode) for p in products for mode in contract.ACCUMULATE for tokens in STAGES]
+        wide = [tokens for tokens in STAGES if tokens >= PAIRED]
+        gemms += [gemm_sm90(products[0], tokens, mode, True) for mode in contract.ACCUMULATE for tokens in wide]
     else:
         tiles = (*SMALL_TILES, *(LARGE_TILES[name] for name in choice.TILES))
         gemms = [gemm_sm120(gpu, p, tile, form) for p in products for form in forms.OF[arch] for tile in tiles]

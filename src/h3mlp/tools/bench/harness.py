@@ -9,21 +9,19 @@ from dataclasses import asdict, replace
 
 import torch
 
-from ... import contract, reference, synthetic
-from ...accuracy import compare
-from ...files import finite
+from ... import contract
 from ...operators import dispatch
-from ...weights import prepare_fc1_weight_fp8, unpack_fc1_rows
 from .. import doctor
 from ..warmup import warmup
-from . import peers as peer_set
-from .peers import Peer, Problem
-from .record import Error, Record, Result, Times
+from . import mlp_peers, peers
+from .peers import Peer
+from .record import Record, Result, Times
 from .timing import CudaTimer, HostTimer, Plan, Timer, burst, copy_bandwidth, describe, host_seconds, interleave
 
 SAMPLE_ROWS = 64
-ABSOLUTE, RELATIVE = 1e-2, 1.6e-2
-"""Tolerance of the outputs, of about 1; 1.6% are two steps of BF16."""
+
+PEERS = {"fc1": peers, "mlp": mlp_peers}
+"""By operator."""
 
 CPU_PLAN = Plan(seconds=0.0, rounds=7, warm_rounds=1, pause=0.0)
 """No power limit to reach on a CPU and no burst before it; a round of 1024 rows takes 6 s on two cores."""
@@ -46,6 +44,8 @@ def run(
     seconds: float | None = None,
     rounds: int | None = None,
     bf16: bool = False,
+    operator: str = "fc1",
+    runs: bool = True,
     seed: int = 0,
     hidden: int = contract.HIDDEN,
     ffn: int = contract.FFN,
@@ -53,10 +53,11 @@ def run(
     timer: Timer | None = None,
     progress: Progress = quiet,
 ) -> Record:
-    """Benchmark the operator on ``device`` (the best one unless given) at each of these numbers of rows."""
+    """Benchmark an operator on ``device`` (the best one unless given) at each of these numbers of rows. ``runs``:
+    indices as a model's, constant over long runs of rows; otherwise random."""
     device = device or dispatch.best()[0]
     backend = dispatch.select(device)
-    norm_quant = peer_set.stage1_of(backend)
+    norm_quant, peer_set = peers.stage1_of(backend), PEERS[operator]
     on_cuda = device.type == "cuda"
     timer = timer or device_timer(device)
     plan = Plan() if on_cuda else CPU_PLAN
@@ -67,11 +68,9 @@ def run(
     with current(device):
         if on_cuda:
             progress("warm up", 0.0)
-            warmup(device, rows, hidden=hidden, ffn=ffn)
+            warmup(device, rows, hidden=hidden, ffn=ffn, operators=[operator])
         progress("make layer", 0.0)
-        whole = synthetic.layer(max(rows), hidden, ffn, seed=seed).to(device)
-        packed = prepare_fc1_weight_fp8(whole.weight)
-        natural = tuple(unpack_fc1_rows(part) for part in packed)
+        whole = peer_set.Problem.make(max(rows), hidden, ffn, seed, device)
         copy_gb_s = copy_bandwidth(device, timer, 2**30 if on_cuda else 2**26) / 1e9
         results, described = [], {}
         for i, count in enumerate(rows):
@@ -79,32 +78,32 @@ def run(
             def part(step: str, share: float, i: int = i, count: int = count) -> None:
                 progress(f"{count:,} rows: {step}", (i + share) / len(rows))
 
-            layer = whole.rows(torch.arange(count, dtype=torch.long, device=whole.x.device))
-            problem = Problem(layer, packed, natural)
+            problem = whole.first(count, runs)
             if on_cuda:
                 torch.compiler.reset()  # torch compiles one function for at most eight shapes
-                peers = peer_set.on_cuda(problem, norm_quant, bf16)
+                measured = peer_set.on_cuda(problem, norm_quant, bf16)
             else:
-                peers = peer_set.on_cpu(problem, norm_quant, bf16)
-            described |= {peer.name: peer.what for peer in peers}
-            results += measure(problem, peers, timer, plan, part)
-            del layer, problem, peers
+                measured = peer_set.on_cpu(problem, norm_quant, bf16)
+            described |= {peer.name: peer.what for peer in measured}
+            results += measure(problem, measured, timer, plan, part)
+            del problem, measured
             if on_cuda:
                 torch.cuda.empty_cache()
         # Last, when no process of torch.compile competes for the CPU: beside them a call took twice as long.
-        host_us = _host_us(whole, packed, natural, timer) if on_cuda else None
+        host_us = _host_us(peer_set.ours(whole.first(1, runs)).call, timer) if on_cuda else None
     return Record(
         date=datetime.date.today().isoformat(),
         environment=doctor.environment(),
         device={"device": str(device), "backend": backend.NAME, "serves": backend.serves(device)[1]}
         | (gpu(device) if on_cuda else {}),
-        settings={**asdict(plan), "rows": list(rows), "seed": seed},
+        settings={**asdict(plan), "rows": list(rows), "seed": seed, "index": "runs" if runs else "random"},
         hidden=hidden,
         ffn=ffn,
         copy_gb_s=copy_gb_s,
         host_us=host_us,
         peers=described,
         results=results,
+        operator=operator,
     )
 
 
@@ -119,20 +118,23 @@ def device_timer(device: torch.device) -> Timer:
 
 
 def measure(
-    problem: Problem, peers: Sequence[Peer], timer: Timer, plan: Plan, progress: Progress = quiet
+    problem: peers.Problem | mlp_peers.Problem,
+    peers: Sequence[Peer],
+    timer: Timer,
+    plan: Plan,
+    progress: Progress = quiet,
 ) -> list[Result]:
     """Check and time these peers on one problem. A peer that raises, or finds no memory, is a result that says so."""
     rows = problem.shape[0]
-    sample = sample_rows(rows).to(problem.layer.x.device)
-    sampled = (*problem.layer.rows(sample).activations, *problem.packed)
+    sample = sample_rows(rows).to(problem.device)
     progress("reference", 0.0)
-    exact = vars(reference.fc1_swiglu_fp8(*sampled, return_intermediates=True))
+    judge = problem.judge(sample)
     runs, errors, bursts, skipped = {}, {}, {}, {}
     for i, peer in enumerate(peers):
         progress(f"first call of {peer.name}", 0.2 * i / len(peers))
         try:
             got = peer.call()
-            errors[peer.name] = error_of(got[sample], exact[peer.output]) if peer.output else None
+            errors[peer.name] = judge(peer.output, got[sample]) if peer.output else None
             del got
             runs[peer.name] = timer.prepare(peer.call, rows)
             bursts[peer.name] = burst(runs[peer.name], timer, plan)
@@ -161,30 +163,14 @@ def sample_rows(rows: int) -> torch.Tensor:
     return torch.randperm(rows, dtype=torch.long, device="cpu", generator=generator)[:SAMPLE_ROWS].sort().values
 
 
-def error_of(got: torch.Tensor, exact: torch.Tensor) -> Error:
-    """Sampled rows of an output against the reference's."""
-    found = compare(got.float(), exact.float())
-    return Error(finite(found.relative_rms), violations(got, exact), found.rows)
-
-
-def violations(got: torch.Tensor, exact: torch.Tensor) -> int:
-    """Elements out of tolerance; a NaN is, whatever the reference has."""
-    exact = exact.float()
-    return (~((got.float() - exact).abs() <= ABSOLUTE + RELATIVE * exact.abs())).sum().item()
-
-
 def times_of(seconds: Sequence[float], burst_seconds: float | None) -> Times:
     us = sorted(1e6 * value for value in seconds)
     lower, median, upper = statistics.quantiles(us, n=4, method="inclusive") if len(us) > 1 else us * 3
     return Times(len(us), median, lower, upper, None if burst_seconds is None else 1e6 * burst_seconds)
 
 
-def _host_us(
-    whole: synthetic.Layer, packed: tuple[torch.Tensor, ...], natural: tuple[torch.Tensor, ...], timer: Timer
-) -> float | None:
+def _host_us(call: Callable[[], torch.Tensor], timer: Timer) -> float | None:
     """Host time of a call at one row, into buffers; None where the operator does not run."""
-    one = Problem(whole.rows(torch.zeros(1, dtype=torch.long, device=whole.x.device)), packed, natural)
-    call = peer_set.ours(one).call
     try:
         call()
         return 1e6 * host_seconds(call, timer)

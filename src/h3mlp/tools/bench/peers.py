@@ -1,7 +1,7 @@
-"""What is timed: the operator, and what a user would run in its place."""
+"""What is timed for FC1: the operator, and what a user would run in its place."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
@@ -11,7 +11,9 @@ from ... import contract, reference, synthetic
 from ...backends import reference_stage1
 from ...backends.chain import scaled_mm
 from ...operators.fc1_swiglu import allocate, fc1_swiglu_fp8
+from ...weights import prepare_fc1_weight_fp8, unpack_fc1_rows
 from . import work
+from .error import Error, error_of
 
 OURS = "h3mlp"
 OURS_FAST = "h3mlp, fast"
@@ -29,6 +31,9 @@ STAGE1_ROWS = 4096
 Compile = Callable[[Callable], Callable]
 NormQuant = Callable[[contract.FC1Inputs, float, torch.Tensor, torch.Tensor], None]
 """Stage 1 alone: from inputs and eps into a_q and s_row."""
+
+Judge = Callable[[str, torch.Tensor], Error]
+"""How far some rows of an output, of this name, are from what they should be."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +63,25 @@ class Problem:
     packed: tuple[torch.Tensor, torch.Tensor]
     natural: tuple[torch.Tensor, torch.Tensor]
 
+    @classmethod
+    def make(cls, rows: int, hidden: int, ffn: int, seed: int, device: torch.device) -> "Problem":
+        layer = synthetic.layer(rows, hidden, ffn, seed=seed).to(device)
+        packed = prepare_fc1_weight_fp8(layer.weight)
+        return cls(layer, packed, tuple(unpack_fc1_rows(part) for part in packed))
+
+    def first(self, rows: int, runs: bool) -> "Problem":
+        """The first rows of the batch; their indices in runs, as a model's are, or as they are."""
+        layer = self.layer.rows(torch.arange(rows, dtype=torch.long, device=self.layer.x.device))
+        return replace(self, layer=layer.with_runs() if runs else layer)
+
     @property
     def shape(self) -> tuple[int, int, int]:
         """Rows, H and F."""
         return *self.layer.x.shape, self.layer.weight.shape[0] // 2
+
+    @property
+    def device(self) -> torch.device:
+        return self.layer.x.device
 
     @cached_property
     def inputs(self) -> contract.FC1Inputs:
@@ -79,6 +99,12 @@ class Problem:
         reference_stage1(self.inputs, contract.EPS, a_q, s_row, "fused", STAGE1_ROWS)
         return a_q, s_row
 
+    def judge(self, sample: torch.Tensor) -> Judge:
+        """Against the reference on these rows."""
+        sampled = (*self.layer.rows(sample).activations, *self.packed)
+        exact = vars(reference.fc1_swiglu_fp8(*sampled, return_intermediates=True))
+        return lambda output, got: error_of(got, exact[output])
+
 
 def norm_adaln_quant(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, index: torch.Tensor
@@ -86,7 +112,11 @@ def norm_adaln_quant(
     """Stage 1 as a user writes it: RMSNorm in FP32, AdaLN in BF16, one FP8 scale a row. Codes [M, H], scales [M, 1]."""
     x32 = x.float()
     n = (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + contract.EPS) * weight.float()).to(x.dtype)
-    a = n * (1 + scale[index]) + shift[index]
+    return quantize(n * (1 + scale[index]) + shift[index])
+
+
+def quantize(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One FP8 scale a row: codes [M, N], scales [M, 1]."""
     s_row = a.abs().amax(-1, keepdim=True).float().clamp(min=contract.AMAX_FLOOR) / contract.E4M3_MAX
     codes = (a.float() / s_row).clamp(-contract.E4M3_MAX, contract.E4M3_MAX).to(contract.QUANTIZED)
     return codes, s_row

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from ...files import whole
 from .peers import BF16, CHAIN, CHAIN_EAGER, GEMM, GEMM_FP32, OURS, OURS_FAST
 from .record import Record
-from .render import title
+from .render import NAMES, title
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,7 +49,7 @@ def plot(record: Record, path: Path) -> None:
     axes.set(
         xlabel="rows",
         ylabel="time / limit (1 is the best possible)",
-        title=f"MiniMax-H3 FC1 + SwiGLU on {title(record)}",
+        title=f"MiniMax-H3 {NAMES[record.operator]} on {title(record)}",
     )
     axes.grid(axis="y", color="0.88", linewidth=0.8)
     axes.set_axisbelow(True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ...files import whole
 from . import work
+from .error import Error
 from .peers import OURS, Peer
 
 SCHEMA = 1
@@ -30,21 +31,6 @@ class Times:
     lower_us: float
     upper_us: float
     burst_us: float | None
-
-
-@dataclass(frozen=True)
-class Error:
-    """An output against the reference on ``rows`` sampled rows.
-
-    Attributes:
-        relative_rms: RMS of the difference over RMS of the reference; None where that is not finite.
-        violations: elements further from the reference than 0.01 + 1.6%, NaN included.
-        rows: rows compared.
-    """
-
-    relative_rms: float | None
-    violations: int
-    rows: int
 
 
 @dataclass(frozen=True)
@@ -78,6 +64,8 @@ class Record:
     host_us: float | None
     peers: dict[str, str]
     results: list[Result]
+    operator: str = "fc1"
+    """Of ``contract.OPERATORS``."""
 
     def as_json(self) -> dict:
         return {"schema": SCHEMA, **asdict(self)}
@@ -106,7 +94,7 @@ class Record:
     def limit_us(self, rows: int) -> float:
         """Microseconds that a call takes at least: the longer of its minimal bytes at the copy bandwidth and its
         operations at the peak rate."""
-        least = work.limit(rows, self.hidden, self.ffn)
+        least = work.LIMITS[self.operator](rows, self.hidden, self.ffn)
         moving = least.bytes / self.copy_gb_s / 1e3
         return max(moving, least.flops / self.peak_gflops / 1e3) if self.peak_gflops else moving
 

@@ -7,16 +7,20 @@ from rich.table import Table
 from .peers import CHAIN, CHAIN_EAGER, GEMM, STAGE1
 from .record import Record, Result
 
+NAMES = {"fc1": "FC1 layer", "mlp": "MLP half of a block"}
+"""Of the operators."""
+
 COLUMNS = ("us", "burst", "TFLOPS", "GB/s", "/GEMM", "/chain", "RMS", "off")
 
 LEGEND = """\
 us      median of the hot, interleaved rounds
 burst   best of the first calls after a pause, us
 GB/s    least bytes of a call over its time
-/GEMM   time over that of the bare fast GEMM; below 1 is faster
+/GEMM   time over that of the bare fast GEMM, or both; below 1 is faster
 /chain  time over that of the chain (compiled, where it is)
 RMS     relative RMS error against the contract in FP64, on sampled rows
-off     sampled elements off by more than 0.01 + 1.6%
+off     sampled elements off by more than 0.01 + 1.6%; of the MLP, an ulp
+        more of each of its roundings
 limit   least bytes of the operator at the copy bandwidth, or its operations
         at the highest rate of the run, whichever takes longer"""
 
@@ -37,6 +41,7 @@ def title(record: Record) -> str:
 
 
 def _head(record: Record) -> list[str]:
+    index = f", index {kind}" if (kind := record.settings.get("index")) else ""
     versions = [f"torch {record.environment['torch']}", f"h3mlp {record.environment['h3mlp']}"]
     if driver := record.device.get("driver"):
         versions.insert(0, f"driver {driver}")
@@ -44,7 +49,7 @@ def _head(record: Record) -> list[str]:
     if record.peak_gflops:
         rates += f", highest rate {_significant(record.peak_gflops / 1e3)} TFLOPS"
     return [
-        f"MiniMax-H3 FC1 layer: hidden {record.hidden}, FFN {record.ffn}",
+        f"MiniMax-H3 {NAMES[record.operator]}: hidden {record.hidden}, FFN {record.ffn}{index}",
         f"{title(record)}; {', '.join(versions)}; {record.date}",
         f"{rates}.",
         *([f"Backend {record.device['backend']}: {serves}"] if (serves := record.device.get("serves")) else []),

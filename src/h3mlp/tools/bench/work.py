@@ -44,6 +44,39 @@ def limit(rows: int, hidden: int, ffn: int) -> Work:
     return Work(_flops(rows, hidden, ffn), rows * (hidden + ffn) * BF16 + _quantized(2 * ffn, hidden))
 
 
+def mlp(rows: int, hidden: int, ffn: int) -> Work:
+    """The whole half: what it cannot do without, and codes, y and scales between its kernels written and read."""
+    least = mlp_limit(rows, hidden, ffn)
+    between = _quantized(rows, hidden) + rows * ffn * BF16 + _quantized(rows, ffn)
+    return least._replace(bytes=least.bytes + 2 * between)
+
+
+def mlp_limit(rows: int, hidden: int, ffn: int) -> Work:
+    """x, residual, out and both weights."""
+    weights = _quantized(2 * ffn, hidden) + _quantized(hidden, ffn)
+    return Work(_mlp_flops(rows, hidden, ffn), 3 * rows * hidden * BF16 + weights)
+
+
+def mlp_gemms(rows: int, hidden: int, ffn: int) -> Work:
+    """Both bare FP8 GEMMs: codes, scales and weights, h [M, 2F] and o [M, H]."""
+    second = _quantized(rows, ffn) + _quantized(hidden, ffn) + rows * hidden * BF16
+    return Work(_mlp_flops(rows, hidden, ffn), gemm(rows, hidden, ffn).bytes + second)
+
+
+def mlp_bf16(rows: int, hidden: int, ffn: int) -> Work:
+    """The half in BF16."""
+    moved = rows * (3 * hidden + 2 * ffn) + 3 * ffn * hidden
+    return Work(_mlp_flops(rows, hidden, ffn), BF16 * moved)
+
+
+LIMITS = {"fc1": limit, "mlp": mlp_limit}
+"""By operator."""
+
+
+def _mlp_flops(rows: int, hidden: int, ffn: int) -> int:
+    return _flops(rows, hidden, ffn) + 2 * rows * ffn * hidden
+
+
 def _flops(rows: int, hidden: int, ffn: int) -> int:
     return 2 * rows * hidden * 2 * ffn
 
