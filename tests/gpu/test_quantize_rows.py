@@ -1,4 +1,4 @@
-"""The quantization of y on the GPU, by both of its kernels, has the reference's codes and scales, bit for bit."""
+"""The quantization of y on the GPU has the reference's codes and scales, bit for bit."""
 
 import pytest
 import torch
@@ -10,13 +10,11 @@ from h3mlp.operators import dispatch
 
 pytest.importorskip("cutlass")
 
-from h3mlp.backends.cute import jit, launch, variants
-from h3mlp.backends.cute.product import fc1
+from h3mlp.backends.cute import launch
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or dispatch.select(CUDA).NAME != "cute", reason="needs a GPU that backend cute serves"
 )
-HIDDEN = 128
 
 
 def batch(rows: int, columns: int) -> torch.Tensor:
@@ -33,35 +31,14 @@ def batch(rows: int, columns: int) -> torch.Tensor:
     return y
 
 
-def alone(y: torch.Tensor, buffers: contract.MLPBuffers) -> None:
-    launch.quantize_rows(buffers._replace(workspace_y=y))
-
-
-def beside(y: torch.Tensor, buffers: contract.MLPBuffers) -> None:
-    """Beside an FC1 of 300 rows and one stage of K."""
-    gpu, columns = launch._gpu(0), y.shape[1]
-    if not variants.quantizes(gpu, fc1(HIDDEN, columns), 300):
-        pytest.skip("no GEMM here quantizes beside")
-    gemm = jit.load(variants.gemm_sm90(fc1(HIDDEN, columns), 128, "fp32", True), gpu.arch)
-    a_q = torch.zeros((300, HIDDEN), dtype=torch.uint8, device=CUDA).view(contract.QUANTIZED)
-    w_q = torch.zeros((2 * columns, HIDDEN), dtype=torch.uint8, device=CUDA).view(contract.QUANTIZED)
-    out = torch.full((300, columns), torch.nan, dtype=torch.bfloat16, device=CUDA)
-    others = y, buffers.workspace_y_q, buffers.workspace_y_scale
-    gemm(
-        a_q, torch.ones(300, device=CUDA), w_q, torch.ones(2 * columns, device=CUDA), out, *others, gpu.multiprocessors
-    )
-    assert (out == 0).all()
-
-
 @pytest.mark.parametrize("columns", [64, 128, 704, 1088, contract.FFN, 36_864])
-@pytest.mark.parametrize("way", [alone, beside])
-def test_same_bits(way, columns):
+def test_same_bits(columns):
     """Rows of fewer vectors than a warp has lanes, of an odd number of them, and of more than 4 a thread."""
     for rows in (1, 7, 1000):
         y = batch(rows, columns)
         y_q = torch.full((rows + 1, columns), torch.nan, device=CUDA).to(contract.QUANTIZED)
         s_y = torch.full((rows + 1,), torch.nan, device=CUDA)
-        way(y, contract.MLPBuffers(None, workspace_y_q=y_q[:rows], workspace_y_scale=s_y[:rows]))
+        launch.quantize_rows(y, y_q[:rows], s_y[:rows])
         want = reference.row_scale(y)
         assert torch.equal(s_y[:rows], want)
         assert torch.equal(bits(y_q[:rows]), bits(reference.quantize(y, want)))
@@ -69,15 +46,14 @@ def test_same_bits(way, columns):
         assert (bits(y_q[rows]) == 0x7F).all()
 
 
-@pytest.mark.parametrize("way", [alone, beside])
-def test_offsets_past_2_to_the_31(way):
+def test_offsets_past_2_to_the_31():
     """y has 2^31 elements at 149,797 rows."""
     rows, near = 149_800, slice(149_790, 149_800)
     y = torch.ones((rows, contract.FFN), dtype=torch.bfloat16, device=CUDA)
     y[near] = batch(10, contract.FFN)
     y_q = torch.empty_like(y, dtype=contract.QUANTIZED)
     s_y = torch.full((rows,), torch.nan, device=CUDA)
-    way(y, contract.MLPBuffers(None, workspace_y_q=y_q, workspace_y_scale=s_y))
+    launch.quantize_rows(y, y_q, s_y)
     want = reference.row_scale(y[near])
     assert torch.equal(s_y[near], want)
     assert torch.equal(bits(y_q[near]), bits(reference.quantize(y[near], want)))

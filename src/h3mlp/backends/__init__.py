@@ -59,26 +59,21 @@ def even_rows(rows: int, most_rows: int) -> int:
 
 
 def mlp_blocks(
-    inputs: contract.MLPInputs, buffers: contract.MLPBuffers, step: int, two_y: bool = False
+    inputs: contract.MLPInputs, buffers: contract.MLPBuffers, step: int
 ) -> Iterator[tuple[contract.MLPInputs, contract.MLPBuffers]]:
     """What each block of ``step`` rows reads and writes; the last one has what is left. Workspaces that are not given
-    are allocated once, for a block; that of y twice if ``two_y``, for the blocks to use in turn."""
+    are allocated once, for a block."""
     rows = inputs.x.shape[0]
     kinds = contract.mlp_buffer_rows(*inputs.fc2_weight_q.shape).values()
     own = [
         inputs.x.new_empty((min(step, rows), *row), dtype=dtype) if given is None else None
         for given, (dtype, row) in zip(buffers, kinds, strict=True)
     ]
-    own = contract.MLPBuffers(*own)
-    other_y = own.workspace_y
-    if two_y and step < rows and other_y is not None:
-        other_y = torch.empty_like(other_y)
     for first in range(0, rows, step):
         block = slice(first, min(first + step, rows))
         within = slice(0, block.stop - first)
         pairs = zip(buffers, own, strict=True)
         yield inputs.rows(block), contract.MLPBuffers(*(b[within] if a is None else a[block] for a, b in pairs))
-        own, other_y = own._replace(workspace_y=other_y), own.workspace_y
 
 
 def reference_quantize_rows(y: torch.Tensor, y_q: torch.Tensor, s_y: torch.Tensor, block_rows: int) -> None:

@@ -119,9 +119,7 @@ def _written(name: str, arguments: tuple) -> tuple:
         return arguments[5:7]
     if name == "quantize_rows":
         return arguments[1:3]
-    if "_gated_" in name:
-        return arguments[7:8]
-    return (arguments[4], *arguments[6:8]) if name.endswith("_quantizing") else arguments[4:5]
+    return arguments[7:8] if "_gated_" in name else arguments[4:5]
 
 
 def places(tensors) -> list[tuple[int, int]]:
@@ -247,47 +245,24 @@ def test_mma_sync_kernels_of_small_and_large_calls(launched, monkeypatch, arch, 
 
 class TestMLP:
     def test_four_kernels_a_block(self, launched, monkeypatch):
-        """Blocks of 256, 256 and 44 rows. The y of the first is quantized beside FC1 of the second; the third has too
-        few rows for that."""
+        """Blocks of 256 and 44 rows."""
         from h3mlp.backends.cute import blocks, launch
 
         monkeypatch.setattr(blocks, "rows_of_a_block", lambda *_: 256)
-        inputs, buffers = make_mlp_inputs(556), nan_mlp_buffers(556)
+        inputs, buffers = make_mlp_inputs(300), nan_mlp_buffers(300)
         launch.mlp(inputs, 1e-5, buffers, "fast")
         gemm = "gemm_sm90_{}_128x{}_fast"
-        wide, narrow, gated = gemm.format("swiglu", 128), gemm.format("swiglu", 64), gemm.format("gated", 128)
         assert names(launched) == [
-            *("norm_quant_i64", wide),
-            *("norm_quant_i64", f"{wide}_quantizing", gated),
-            *("norm_quant_i64", "quantize_rows", narrow, gated),
-            *("quantize_rows", gemm.format("gated", 64)),
+            *("norm_quant_i64", gemm.format("swiglu", 128), "quantize_rows", gemm.format("gated", 128)),
+            *("norm_quant_i64", gemm.format("swiglu", 64), "quantize_rows", gemm.format("gated", 64)),
         ]
         assert all((buffer.float() == 1).all() for buffer in buffers)
-        first, second = slice(0, 256), slice(256, 512)
-        a_q, s_row, w_q, w_scale, y, *others, multiprocessors, eps = (*launched[3][2], None)
-        assert multiprocessors == 132
-        assert eps is None
-        mine = a_q, s_row, y
-        assert places(mine) == places(b[second] for b in (*buffers[1:3], buffers.workspace_y))
-        assert places(others) == places(b[first] for b in buffers[3:])
-        y_q, s_y, w_q, w_scale, gate, index, residual, out, _ = launched[-1][2]
-        assert places((y_q, s_y, residual, out)) == places(
-            b[512:] for b in (*buffers[4:], inputs.residual, buffers.out)
-        )
+        y_q, s_y, w_q, w_scale, gate, index, residual, out, multiprocessors = launched[-1][2]
+        given = *buffers[4:], inputs.residual, buffers.out
+        assert places((y_q, s_y, residual, out)) == places(b[256:] for b in given)
         assert (w_q, w_scale, gate) == (inputs.fc2_weight_q, inputs.fc2_weight_scale, inputs.gate)
-        assert torch.equal(index.view(torch.int64), inputs.adaln_index[512:]), "as words of 32 bits, the lower first"
-
-    def test_own_y_of_blocks_alternate(self, launched, monkeypatch):
-        """Of all other workspaces there is one."""
-        from h3mlp.backends.cute import blocks, launch
-
-        monkeypatch.setattr(blocks, "rows_of_a_block", lambda *_: 256)
-        launch.mlp(make_mlp_inputs(700), 1e-5, contract.MLPBuffers(nan_mlp_buffers(700).out), "fp32")
-        fc1 = [arguments for name, _, arguments in launched if "_swiglu_" in name]
-        y, a_q = (places(arguments[i] for arguments in fc1) for i in (4, 0))
-        assert [place for place, _ in y] == [y[0][0], y[1][0], y[0][0]]
-        assert y[0][0] != y[1][0]
-        assert len({place for place, _ in a_q}) == 1
+        assert torch.equal(index.view(torch.int64), inputs.adaln_index[256:]), "as words of 32 bits, the lower first"
+        assert multiprocessors == 132
 
     def test_indices_of_32_bits_and_none(self, launched):
         from h3mlp.backends.cute import launch

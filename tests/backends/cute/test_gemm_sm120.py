@@ -55,8 +55,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("product_of", [fc1, fc2])
-@pytest.mark.parametrize(("arch", "form", "tile"), CASES)
+@pytest.mark.parametrize(
+    ("arch", "form", "tile", "product_of"), [*((*case, fc1) for case in CASES), *((*case, fc2) for case in CASES[::3])]
+)
 def test_machine_code(arch, form, tile, product_of):
     """A step of 32 of K has 4 x 8 products of a warp, and a stage of 64 of K is the loop's body, in which all are.
     ``h3mlp kernels`` asks the same of every kernel."""

@@ -1,13 +1,13 @@
 """The ends of the GEMM on Hopper: what a consuming warpgroup does with the finished sums of its 64 weight rows.
 
 ``round`` brings them to BF16 in half the registers, beside the first products of the next tile; ``store`` then sends
-them off by ``BATCH`` tokens at a time, each beside the products of an interval.
+them off by ``BATCH`` tokens at a time, in so many ``turns``, each beside the products of an interval.
 """
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import BFloat16, Float32, Int32, Uint32
+from cutlass import BFloat16, Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
@@ -108,6 +108,10 @@ class SwiGLU(Epilogue):
     COLUMNS = ROWS // 2
 
     @staticmethod
+    def turns(tile_tokens: int) -> int:
+        return tile_tokens // BATCH
+
+    @staticmethod
     def target(out: cute.Tensor) -> tuple:
         """On the host: TMA's view of y."""
         slot = cute.slice_(_staging(SwiGLU.COLUMNS, 2 * CONSUMERS), (None, None, 0))
@@ -151,7 +155,7 @@ class SwiGLU(Epilogue):
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # frees the other slot, for the next batch
         self.sync()
         if self.thread < 32:
-            place = (None, token * self.gemm.batches + batch, row * CONSUMERS + self.index)
+            place = (None, token * (self.gemm.tile_tokens // BATCH) + batch, row * CONSUMERS + self.index)
             cute.copy(self.tma, self.from_staged[(None, slot)], self.to_y[place])
             cute.arch.cp_async_bulk_commit_group()
 
@@ -169,6 +173,10 @@ class GatedResidual(Epilogue):
     COLUMNS = ROWS
 
     @staticmethod
+    def turns(tile_tokens: int) -> int:
+        return tile_tokens // BATCH + 1
+
+    @staticmethod
     def target(out: cute.Tensor, gate: cute.Tensor, index: cute.Tensor, residual: cute.Tensor) -> tuple:
         return out, gate, index, residual
 
@@ -184,6 +192,7 @@ class GatedResidual(Epilogue):
     def prepare(self, shared: tuple, target: tuple):
         (self.s_gate_rows, self.staged), (self.out, self.gate, self.table_index, self.residual) = shared, target
         self.gate_rows = cute.make_rmem_tensor((cute.size(self.token_scales),), Int32)
+        self.residuals = cute.make_rmem_tensor((4, PARTS), Uint32)
 
     @cute.jit
     def load_more(self, row, token):
@@ -208,40 +217,52 @@ class GatedResidual(Epilogue):
                 s_gate_rows[(within, self.index)] = self.gate_rows[i]
 
     @cute.jit
-    def store(self, batch: cutlass.Constexpr, row, token):
-        """What is past the last row or column is read as the last one, and not written."""
+    def store(self, turn: cutlass.Constexpr, row, token):
+        """Send off the batch before this turn's, and stage this one, whose residual has until the next turn to come.
+
+        What is past the last row or column is read as the last one, and not written.
+        """
         thread = ptx.thread_index() % WARPGROUP  # anew, or what follows from it takes registers all along
-        last, last_column = cute.size(self.s_row) - 1, self.gemm.product.n - 8
         column = row * TILE_ROWS + self.index * ROWS + thread % 8 * 8
-        vector = cutlass.min(column, last_column) // 8
-        residuals = cute.make_rmem_tensor((4, PARTS), Uint32)
-        for part in cutlass.range_constexpr(PARTS):
-            index = cutlass.min(self.token_of(batch, part, thread, token), last)
-            cute.autovec_copy(vector_at(address_of(self.residual, index, vector), 16), residuals[None, part])
-        self.sync()  # all have read the batch before
-        staged = self.staged[(None, None, self.index)]
-        for half in cutlass.range_constexpr(2):
-            o = cute.make_rmem_tensor((2 * BATCH // 8,), BFloat16)
-            pairs = cute.recast_tensor(o, Uint32)
-            for i in cutlass.range_constexpr(BATCH // 8):
-                pairs[i] = self.h[2 * (batch * (BATCH // 8) + i) + half]
-            self.put(o, thread, thread // 32 * 2 + half, staged)
-        self.sync()
+        self.sync()  # the batch before is staged
+        if const_expr(turn > 0):
+            self.send(turn - 1, thread, column, token)
+        if const_expr(turn < self.gemm.tile_tokens // BATCH):
+            last, vector = cute.size(self.s_row) - 1, self.vector_of(column)
+            for part in cutlass.range_constexpr(PARTS):
+                index = cutlass.min(self.token_of(turn, part, thread, token), last)
+                source = vector_at(address_of(self.residual, index, vector), 16)
+                cute.autovec_copy(source, self.residuals[None, part])
+            self.sync()  # all have read it
+            for half in cutlass.range_constexpr(2):
+                o = cute.make_rmem_tensor((2 * BATCH // 8,), BFloat16)
+                pairs = cute.recast_tensor(o, Uint32)
+                for i in cutlass.range_constexpr(BATCH // 8):
+                    pairs[i] = self.h[2 * (turn * (BATCH // 8) + i) + half]
+                self.put(o, thread, thread // 32 * 2 + half, self.staged[(None, None, self.index)])
+
+    @cute.jit
+    def send(self, batch: cutlass.Constexpr, thread, column, token):
+        staged, vector, last = self.staged[(None, None, self.index)], self.vector_of(column), cute.size(self.s_row) - 1
         for part in cutlass.range_constexpr(PARTS):
             index = self.token_of(batch, part, thread, token)
             within = part * (BATCH // PARTS) + thread // 8
             gate_row = self.s_gate_rows[(batch * BATCH + within, self.index)]
             gates = cute.make_rmem_tensor((4,), Uint32)
-            address = address_of(self.gate, cutlass.max(gate_row, 0), vector)
-            cute.autovec_copy(vector_at(address, 16), gates)
+            source = vector_at(address_of(self.gate, cutlass.max(gate_row, 0), vector), 16)
+            cute.autovec_copy(source, gates)
             o = cute.make_rmem_tensor((8,), BFloat16)
             cute.autovec_copy(cute.local_tile(staged, (1, 8), (within, thread % 8)), o)
             pairs = cute.recast_tensor(o, Uint32)
             for i in cutlass.range_constexpr(4):
-                whole = epilogue.gated_residual(pairs[i], gates[i], residuals[i, part])
-                pairs[i] = cutlass.select_(gate_row == prologue.OUTSIDE, residuals[i, part], whole)
-            if (index <= last) & (column <= last_column):
+                residual = self.residuals[i, part]
+                whole = epilogue.gated_residual(pairs[i], gates[i], residual)
+                pairs[i] = cutlass.select_(gate_row == prologue.OUTSIDE, residual, whole)
+            if (index <= last) & (column < self.gemm.product.n):
                 cute.autovec_copy(pairs, vector_at(address_of(self.out, index, vector), 16))
+
+    def vector_of(self, column):
+        return cutlass.min(column, self.gemm.product.n - 8) // 8
 
     def token_of(self, batch: int, part: int, thread, token):
         """The number of a thread's token."""

@@ -16,16 +16,14 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from . import epilogue_sm90, operands, ptx, schedule
-from .epilogue_sm90 import BATCH, CONSUMERS, ROWS, TILE_ROWS, WARPGROUP
+from .epilogue_sm90 import CONSUMERS, ROWS, TILE_ROWS, WARPGROUP
 from .product import Product
-from .quantize_rows import LoneWarp, QuantizeRows
 
 WGMMA_K = 32
 STAGE_K = 128
 """K of a stage: 128 bytes, the widest swizzle."""
 
-REGISTERS = {False: (24, 240), True: (40, 232)}
-"""Of a thread of the producer's warpgroup and of the two that multiply; the former also quantizes, or does not."""
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 
 
 @dataclass(frozen=True)
@@ -41,14 +39,11 @@ class GemmSm90(operands.Launches):
     """Add partial sums to FP32 accumulators every ``interval`` of K; otherwise never."""
     interval: int = 256
     group: int = 16
-    quantizes: bool = False
-    """The three idle warps of the producer's warpgroup quantize rows of another y."""
 
     @property
     def name(self) -> str:
-        beside = "_quantizing" if self.quantizes else ""
         mode = "fp32" if self.promote else "fast"
-        return f"gemm_sm90_{self.product.end}_{TILE_ROWS}x{self.tile_tokens}_{mode}{beside}"
+        return f"gemm_sm90_{self.product.end}_{TILE_ROWS}x{self.tile_tokens}_{mode}"
 
     multiplies_with = "QGMMA"
 
@@ -57,9 +52,9 @@ class GemmSm90(operands.Launches):
         return epilogue_sm90.of(self.product)
 
     @property
-    def batches(self) -> int:
-        """Parts of a tile's output, which leave one after the other."""
-        return self.tile_tokens // BATCH
+    def turns(self) -> int:
+        """Parts in which a tile's output leaves, one after the other."""
+        return self.epilogue.turns(self.tile_tokens)
 
     @property
     def row_tiles(self) -> int:
@@ -78,30 +73,6 @@ class GemmSm90(operands.Launches):
             Float8E4M3FN, Float8E4M3FN, k_major, k_major, Float32, (1, 1, 1), (ROWS, self.tile_tokens)
         )
 
-    def trace(self) -> tuple[object, tuple]:
-        function, arguments = super().trace()
-        if not self.quantizes:
-            return function, arguments
-        others = QuantizeRows(self.product.columns).trace()[1][:3]
-        return self.launch_quantizing, (*arguments[:-2], *others, *arguments[-2:])
-
-    @cute.jit
-    def launch_quantizing(
-        self,
-        a_q: cute.Tensor,
-        s_row: cute.Tensor,
-        w_q: cute.Tensor,
-        w_scale: cute.Tensor,
-        out: cute.Tensor,
-        other_y: cute.Tensor,
-        y_q: cute.Tensor,
-        s_y: cute.Tensor,
-        multiprocessors: Int32,
-        stream,
-    ):
-        others = other_y, y_q, s_y
-        self.enqueue(a_q, s_row, w_q, w_scale, (out,), multiprocessors, stream, others)
-
     @cute.jit
     def enqueue(
         self,
@@ -112,7 +83,6 @@ class GemmSm90(operands.Launches):
         target: tuple,
         multiprocessors: Int32,
         stream,
-        others: tuple = (),
     ):
         w_smem = operands.smem_layout(TILE_ROWS, STAGE_K, self.stages)
         a_smem = operands.smem_layout(self.tile_tokens, STAGE_K, self.stages)
@@ -122,7 +92,7 @@ class GemmSm90(operands.Launches):
         token_tiles = (cute.size(a_q, mode=[0]) + self.tile_tokens - 1) // self.tile_tokens
         tiles = self.row_tiles * token_tiles
         clusters = cutlass.min(multiprocessors // self.cluster_rows, tiles)
-        self.kernel(*w, *a, target, others, s_row, w_scale, w_smem, a_smem, token_tiles).launch(
+        self.kernel(*w, *a, target, s_row, w_scale, w_smem, a_smem, token_tiles).launch(
             grid=(self.cluster_rows * clusters, 1, 1),
             block=((CONSUMERS + 1) * WARPGROUP, 1, 1),
             cluster=(self.cluster_rows, 1, 1),
@@ -139,7 +109,6 @@ class GemmSm90(operands.Launches):
         a_tma: cute.CopyAtom,
         a_tiles: cute.Tensor,
         target: tuple,
-        others: tuple,
         s_row: cute.Tensor,
         w_scale: cute.Tensor,
         w_smem: cute.ComposedLayout,
@@ -179,15 +148,11 @@ class GemmSm90(operands.Launches):
 
         tiles = schedule.Tiles(self.row_tiles, token_tiles, self.group, self.cluster_rows, rank)
         if group_index == CONSUMERS:
-            cute.arch.setmaxregister_decrease(REGISTERS[self.quantizes][0])
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_index == 4 * CONSUMERS:
                 Producer(self, tiles, loads, w_tma, w_tiles, a_tma, a_tiles, s_w, s_a).run()
-            elif const_expr(self.quantizes):
-                cute.arch.griddepcontrol_wait()
-                idle, ctas = warp_index - 4 * CONSUMERS - 1, cute.arch.grid_dim()[0]
-                LoneWarp(self.product.columns, *others).run(idle * ctas + cute.arch.block_idx()[0], 3 * ctas)
         else:
-            cute.arch.setmaxregister_increase(REGISTERS[self.quantizes][1])
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             end = self.epilogue(self, shared, s_row, w_scale, target, group_index, thread % WARPGROUP)
             Consumer(self, tiles, loads, s_w, s_a, end, group_index).run()
 
@@ -265,7 +230,7 @@ class Consumer:
         depth = const_expr(gemm.depth)
         step = const_expr(min(gemm.interval // STAGE_K, depth))
         intervals, tail = const_expr(depth // step), const_expr(depth % step)
-        with_stores = const_expr(min(gemm.batches, intervals - 1))
+        with_stores = const_expr(min(gemm.turns, intervals - 1))
 
         cute.arch.griddepcontrol_wait()
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, gemm.stages)
@@ -281,32 +246,32 @@ class Consumer:
             self.final.fill(0.0)
             self.release(behind, 1, 0)
             self.promote()
-            for batch in cutlass.range_constexpr(with_stores):
-                state = self.interval(state, step, waiting, batch, row, token)
+            for turn in cutlass.range_constexpr(with_stores):
+                state = self.interval(state, step, waiting, turn, row, token)
             self.end.load(next_row, next_token)  # not before: registers are scarce while a tile is on its way out
             for _ in cutlass.range(intervals - 1 - with_stores, unroll=1):
                 state = self.interval(state, step, False, 0, row, token)
             if const_expr(tail > 0):
                 state = self.interval(state, tail, False, 0, row, token)
-            for batch in cutlass.range_constexpr(with_stores, gemm.batches):
+            for turn in cutlass.range_constexpr(with_stores, gemm.turns):
                 if waiting:
-                    self.store(batch, row, token)
+                    self.end.store(turn, row, token)
             if const_expr(not gemm.promote):
                 self.final.store(self.partial.load())
             row, token = next_row, next_token
         self.end.round(self.final)
-        for batch in cutlass.range_constexpr(gemm.batches):
-            self.store(batch, row, token)
+        for turn in cutlass.range_constexpr(gemm.turns):
+            self.end.store(turn, row, token)
         self.end.finish()
 
     @cute.jit
-    def interval(self, state, stages: cutlass.Constexpr, waiting, batch: cutlass.Constexpr, row, token):
-        """Multiply and promote. While the tensor cores have the whole interval to do, a batch of the finished tile
+    def interval(self, state, stages: cutlass.Constexpr, waiting, turn: cutlass.Constexpr, row, token):
+        """Multiply and promote. While the tensor cores have the whole interval to do, a part of the finished tile
         leaves, if one is ``waiting``."""
         behind = state.clone()
         state = self.multiply(state, stages, self.gemm.promote)
         if waiting:
-            self.store(batch, row, token)
+            self.end.store(turn, row, token)
         self.release(behind, stages, 0)
         self.promote()
         return state
@@ -343,8 +308,3 @@ class Consumer:
         if const_expr(self.gemm.promote):
             for i in cutlass.range_constexpr(cute.size(self.final)):
                 self.final[i] = self.final[i] + self.partial[i]
-
-    @cute.jit
-    def store(self, batch: cutlass.Constexpr, row, token):
-        """A batch of the finished tile. What the next one needs is on its way an interval earlier."""
-        self.end.store(batch, row, token)

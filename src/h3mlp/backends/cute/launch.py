@@ -4,7 +4,7 @@ A denoising step makes 50 calls of the same shape, so what a shape needs is look
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -20,7 +20,6 @@ _log = logging.getLogger("h3mlp")
 class _Kernel(NamedTuple):
     name: str
     function: Callable
-    quantizes: bool = False
 
     def launch(self, rows: int, *arguments) -> None:
         try:
@@ -69,54 +68,25 @@ def mlp(
     modulation: str = "fused",
     fp8_mma_form: int = -1,
 ) -> None:
-    """Both stages of FC1, the quantization of y and FC2, block by block.
-
-    A block's y is quantized beside FC1 of the next one, where there is one.
-    """
+    """Both stages of FC1, the quantization of y and FC2, block by block."""
     device = inputs.x.device
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return mlp(inputs, eps, buffers, accumulate, modulation, fp8_mma_form)
-    options = accumulate, fp8_mma_form
     inputs = inputs._replace(fc1_weight_q=aligned(inputs.fc1_weight_q), fc2_weight_q=aligned(inputs.fc2_weight_q))
     (hidden, ffn), rows = inputs.fc2_weight_q.shape, inputs.x.shape[0]
     step = blocks.rows_of_a_block(_gpu(device.index), hidden, ffn, rows, _chosen(device.index))
-    last = None
-    for block in _blocks(inputs, buffers, step):
-        read, _, used = block
-        stage1(read.fc1, eps, used.workspace_a_q, used.workspace_a_scale, modulation)
-        fc1 = used.workspace_a_q, used.workspace_a_scale, *read[7:9], used.workspace_y
-        if last is None:
-            stage2(*fc1, *options)
-        else:
-            stage2_quantizing(*fc1, last.used, *options)
-            _finish(last, *options)
-        last = block
-    quantize_rows(last.used)
-    _finish(last, *options)
+    for block, given in mlp_blocks(inputs, buffers, step):
+        used = contract.MLPBuffers(*(b if b.dim() == 1 or is_aligned(b) else torch.empty_like(b) for b in given))
+        stage1(block.fc1, eps, used.workspace_a_q, used.workspace_a_scale, modulation)
+        fc1 = used.workspace_a_q, used.workspace_a_scale, block.fc1_weight_q, block.fc1_weight_scale
+        stage2(*fc1, used.workspace_y, accumulate, fp8_mma_form)
+        quantize_rows(used.workspace_y, used.workspace_y_q, used.workspace_y_scale)
+        stage3(used.workspace_y_q, used.workspace_y_scale, block, used.out, accumulate, fp8_mma_form)
+        for buffer, other in zip(given, used, strict=True):
+            if other is not buffer:
+                buffer.copy_(other)
     return None
-
-
-class _Block(NamedTuple):
-    read: contract.MLPInputs
-    given: contract.MLPBuffers
-    used: contract.MLPBuffers
-    """Those that are given, or others where the kernels cannot write."""
-
-
-def _blocks(inputs: contract.MLPInputs, buffers: contract.MLPBuffers, step: int) -> Iterator[_Block]:
-    for read, given in mlp_blocks(inputs, buffers, step, two_y=True):
-        used = (b if b.dim() == 1 or is_aligned(b) else torch.empty_like(b) for b in given)
-        yield _Block(read, given, contract.MLPBuffers(*used))
-
-
-def _finish(block: _Block, accumulate: str, fp8_mma_form: int) -> None:
-    """What is left once y is quantized."""
-    used = block.used
-    stage3(used.workspace_y_q, used.workspace_y_scale, block.read, used.out, accumulate, fp8_mma_form)
-    for buffer, other in zip(block.given, used, strict=True):
-        if other is not buffer:
-            buffer.copy_(other)
 
 
 def stage1(
@@ -158,31 +128,8 @@ def stage2(
     kernel.launch(rows, a_q, s_row, w_q, w_scale, out, multiprocessors)
 
 
-def stage2_quantizing(
-    a_q: torch.Tensor,
-    s_row: torch.Tensor,
-    w_q: torch.Tensor,
-    w_scale: torch.Tensor,
-    out: torch.Tensor,
-    before: contract.MLPBuffers,
-    accumulate: str,
-    fp8_mma_form: int = -1,
-) -> None:
-    """``stage2``, and beside it, or ahead, the y of another block to its codes and scales."""
-    rows, ffn = out.shape
-    fc1 = out.get_device(), product.fc1, a_q.shape[1], ffn
-    kernel, multiprocessors = _gemm(*fc1, rows, accumulate, fp8_mma_form, True)
-    if kernel.quantizes:
-        others = before.workspace_y, before.workspace_y_q, before.workspace_y_scale
-        kernel.launch(rows, a_q, s_row, w_q, w_scale, out, *others, multiprocessors)
-    else:
-        quantize_rows(before)
-        kernel.launch(rows, a_q, s_row, w_q, w_scale, out, multiprocessors)
-
-
-def quantize_rows(buffers: contract.MLPBuffers) -> None:
+def quantize_rows(y: torch.Tensor, y_q: torch.Tensor, s_y: torch.Tensor) -> None:
     """y [M, F] to codes y_q [M, F] and scales s_y [M]. y and y_q begin at a multiple of 16 bytes."""
-    y, y_q, s_y = buffers.workspace_y, buffers.workspace_y_q, buffers.workspace_y_scale
     rows, columns = y.shape
     _quantize_rows(y.get_device(), columns).launch(rows, y, y_q, s_y)
 
@@ -234,23 +181,21 @@ def warmup(
             inputs = contract.FC1Inputs(x, weight[0], x, x, torch.zeros(1, dtype=dtype, device=device), w_q, w_scale)
             stage1(inputs, contract.EPS, *codes, modulation)
 
-        def load(product_of: Callable, counts: set[int], quantizing: bool, arguments: tuple) -> None:
-            found = {_gemm(device.index, product_of, hidden, ffn, n, accumulate, -1, quantizing) for n in counts}
-            for kernel, multiprocessors in found:
-                others = one[3:] if kernel.quantizes else ()
-                kernel.launch(1, *arguments, *others, multiprocessors)
+        def load(product_of: Callable, counts: set[int], arguments: tuple) -> None:
+            for kernel, multiprocessors in {
+                _gemm(device.index, product_of, hidden, ffn, n, accumulate) for n in counts
+            }:
+                kernel.launch(1, *arguments, multiprocessors)
 
-        fc1 = *codes, w_q, w_scale, one.workspace_y
-        if "fc1" in operators:
-            load(product.fc1, set(rows), False, fc1)
+        sizes = set(rows) if "fc1" in operators else set()
         if "mlp" in operators:
-            quantize_rows(one)
             gpu, chosen = _gpu(device.index), _chosen(device.index)
-            sizes = [blocks.sizes(gpu, hidden, ffn, count, chosen) for count in rows]
-            load(product.fc1, {first for first, *_ in sizes}, False, fc1)
-            load(product.fc1, {size for _, *others in sizes for size in others}, True, fc1)
+            of_blocks = {size for count in rows for size in blocks.sizes(gpu, hidden, ffn, count, chosen)}
+            sizes |= of_blocks
             fc2 = w_q.view(-1, ffn)[:hidden], w_scale[:hidden], x, torch.zeros(1, dtype=torch.int32, device=device), x
-            load(product.fc2, {size for all_sizes in sizes for size in all_sizes}, False, (*one[4:], *fc2, one.out))
+            quantize_rows(*one[3:])
+            load(product.fc2, of_blocks, (*one[4:], *fc2, one.out))
+        load(product.fc1, sizes, (*codes, w_q, w_scale, one.workspace_y))
 
 
 @lru_cache(maxsize=256)
@@ -273,11 +218,10 @@ def _gemm(
     rows: int,
     accumulate: str,
     fp8_mma_form: int = -1,
-    quantizing: bool = False,
 ) -> tuple[_Kernel, int]:
     gpu = _gpu(device)
     chosen = choice.with_form(_chosen(device), fp8_mma_form, gpu.arch)
-    kernel = variants.gemm(gpu, product_of(hidden, ffn), rows, accumulate, chosen, quantizing)
+    kernel = variants.gemm(gpu, product_of(hidden, ffn), rows, accumulate, chosen)
     return _load(kernel, gpu.arch), gpu.multiprocessors
 
 
@@ -319,4 +263,4 @@ def _gpu(device: int) -> variants.Gpu:
 
 
 def _load(kernel: jit.Kernel, arch: str) -> _Kernel:
-    return _Kernel(kernel.name, jit.load(kernel, arch), getattr(kernel, "quantizes", False))
+    return _Kernel(kernel.name, jit.load(kernel, arch))

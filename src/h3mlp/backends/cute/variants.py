@@ -36,13 +36,10 @@ def norm_quant(gpu: Gpu, hidden: int, index_bits: int, vectors: bool, modulation
     return NormQuant(hidden, index_bits, vectors, modulation, sms=gpu.multiprocessors)
 
 
-def gemm(
-    gpu: Gpu, product: Product, rows: int, accumulate: str, chosen: Choice | None, quantizes: bool = False
-) -> GemmSm90 | GemmSm120:
-    """``chosen``: what ``choice.current`` says. ``quantizes``: another y beside, where that can be."""
+def gemm(gpu: Gpu, product: Product, rows: int, accumulate: str, chosen: Choice | None) -> GemmSm90 | GemmSm120:
+    """``chosen``: what ``choice.current`` says."""
     if gpu.arch == "sm_90a":
-        tokens = tile_tokens(product, rows, gpu.multiprocessors)
-        return gemm_sm90(product, tokens, accumulate, quantizes and tokens >= PAIRED)
+        return gemm_sm90(product, tile_tokens(product, rows, gpu.multiprocessors), accumulate)
     tile = sm120_tile(product, rows, gpu.multiprocessors, chosen.tile)
     return gemm_sm120(gpu, product, tile, chosen.form)
 
@@ -62,14 +59,9 @@ TILE_OVERHEAD = 134_400
 one of 160 28.7."""
 
 
-def gemm_sm90(product: Product, tokens: int, accumulate: str, quantizes: bool = False) -> GemmSm90:
+def gemm_sm90(product: Product, tokens: int, accumulate: str) -> GemmSm90:
     cluster_rows = PAIR if tokens >= PAIRED else 1
-    return GemmSm90(product, tokens, STAGES[tokens], cluster_rows, accumulate == "fp32", quantizes=quantizes)
-
-
-def quantizes(gpu: Gpu, product: Product, rows: int) -> bool:
-    """Whether the GEMM for so many rows can quantize another y beside: a few tiles would be done too soon."""
-    return gpu.arch == "sm_90a" and tile_tokens(product, rows, gpu.multiprocessors) >= PAIRED
+    return GemmSm90(product, tokens, STAGES[tokens], cluster_rows, promote=accumulate == "fp32")
 
 
 @lru_cache(maxsize=1024)
@@ -167,8 +159,6 @@ def of(arch: str) -> list:
     products = fc1(hidden, ffn), fc2(hidden, ffn)
     if arch == "sm_90a":
         gemms = [gemm_sm90(p, tokens, mode) for p in products for mode in contract.ACCUMULATE for tokens in STAGES]
-        wide = [tokens for tokens in STAGES if tokens >= PAIRED]
-        gemms += [gemm_sm90(products[0], tokens, mode, True) for mode in contract.ACCUMULATE for tokens in wide]
     else:
         tiles = (*SMALL_TILES, *(LARGE_TILES[name] for name in choice.TILES))
         gemms = [gemm_sm120(gpu, p, tile, form) for p in products for form in forms.OF[arch] for tile in tiles]
