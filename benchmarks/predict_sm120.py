@@ -19,6 +19,7 @@ from h3mlp.backends.cute import blocks, choice, forms, jit, variants
 from h3mlp.backends.cute.product import GATED_RESIDUAL, fc1, fc2
 
 HIDDEN, FFN = contract.HIDDEN, contract.FFN
+PUBLISHED_ROWS = 33472
 QUARTERS = 4
 """Of an SM: each has its scheduler and its tensor core."""
 
@@ -35,7 +36,7 @@ class Card(NamedTuple):
     form: str
     cycles: int  # that a QMMA of 16 x 8 x 32 keeps a tensor core busy
     published: tuple[int, ...]  # TFLOPS of the instruction alone
-    mlp_ms: float | None = None  # of the specified operator, published, at M = 33472
+    mlp_ms: float | None = None  # of the specified operator, published, at PUBLISHED_ROWS
     dram_bytes: float = 1.79e12
 
     @property
@@ -88,7 +89,7 @@ def by_kind(opcodes: list[str]) -> Counter:
 
 
 @click.command(help=__doc__)
-@click.option("--rows", default=33472, show_default=True, help="Rows of x.")
+@click.option("--rows", default=PUBLISHED_ROWS, show_default=True, help="Rows of x.")
 def main(rows: int) -> None:
     counts, predictions = {}, {"FC1": [], "FC2": [], "Whole MLP": []}
     for card in CARDS:
@@ -169,17 +170,19 @@ def predict(card: Card, kernel, loop: list[str], epilogue: list[str], rows: int)
 
 def predict_mlp(card: Card, rows: int, count: int, gemms: list[list[float]]) -> dict[str, str]:
     stage1, quantization = (1e3 * 3 * rows * columns / card.dram_bytes for columns in (HIDDEN, FFN))
-    times = [sum(parts) + stage1 + quantization for parts in zip(*gemms, strict=True)]
+    both = [sum(parts) for parts in zip(*gemms, strict=True)]
+    times = [ms + stage1 + quantization for ms in both]
     flops = 6 * rows * HIDDEN * FFN
+    published = card.mlp_ms if rows == PUBLISHED_ROWS else None
     return {
         "blocks": str(count),
-        "both GEMMs, ms": _range([sum(parts) for parts in zip(*gemms, strict=True)], ".1f"),
+        "both GEMMs, ms": _range(both, ".1f"),
         "stage 1, ms": f"{stage1:.2f}",
         "quantizing y, ms": f"{quantization:.2f}",
         "predicted ms": _range(times, ".1f"),
         "predicted TFLOPS": _rates(flops, times),
-        "published for the specified operator, ms": f"{card.mlp_ms}" if card.mlp_ms and rows == 33472 else "",
-        "its TFLOPS": f"{flops / card.mlp_ms / 1e9:.0f}" if card.mlp_ms and rows == 33472 else "",
+        "published for the specified operator, ms": f"{published}" if published else "",
+        "its TFLOPS": f"{flops / published / 1e9:.0f}" if published else "",
     }
 
 

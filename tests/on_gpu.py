@@ -1,15 +1,26 @@
 """What the tests of the GPU kernels share: layers on the GPU, and what their outputs must be."""
 
+import itertools
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 
 import torch
+from helpers import bits
 
 import h3mlp
 from h3mlp import contract, reference
+from h3mlp.backends.cute import forms
 
 CUDA = torch.device("cuda", 0)
+CAPABILITY = torch.cuda.get_device_capability(CUDA) if torch.cuda.is_available() else None
+FORMS = {(8, 9): forms.OF["sm_89"], (9, 0): (forms.PLAIN,), (12, 0): forms.OF["sm_120a"], (12, 1): forms.OF["sm_121a"]}
+FORMS_HERE = FORMS.get(CAPABILITY, ())
+"""Of mma.sync of E4M3 on this GPU; Hopper emulates the plain one."""
+
+LOADS_HERE = ("async",) if CAPABILITY == (8, 9) else ("tma", "async")
 ATOL, RTOL = 1e-2, 1.6e-2
 """Two BF16 roundings of h, one of the SiLU and one of y, each half a step of 2^-8, make 0.8%; a rounding that flips
 because of the accumulator's error doubles its share."""
@@ -79,6 +90,36 @@ def start(script: str, *tool: str, **environment: str) -> subprocess.Popen:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
     command = [*tool, sys.executable, "-c", script]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def agree_in_threads(call: Callable[[], torch.Tensor]) -> None:
+    """Eight calls at once, each on a stream of its own, have the same bits."""
+    outputs, errors = [None] * 8, []
+
+    def work(i):
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                outputs[i] = call()
+                torch.cuda.current_stream().synchronize()
+        except Exception as error:
+            errors.append(error)
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert all(torch.equal(bits(a), bits(b)) for a, b in itertools.pairwise(outputs))
+
+
+def agree_in_two_processes(script: str, cache: str) -> None:
+    """A script that ends by printing "agrees", twice at once, with this folder as the cache of kernels."""
+    for process in [start(script, H3MLP_CACHE_DIR=cache) for _ in range(2)]:
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+        assert "agrees" in output
 
 
 def sanitize(tool: str, script: str, **environment: str) -> None:

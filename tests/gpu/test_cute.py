@@ -1,14 +1,24 @@
 """The kernels against the reference, at the model's dimensions and at small ones that leave remainders everywhere."""
 
-import itertools
 import shutil
-import threading
 
 import helpers
 import pytest
 import torch
 from helpers import bits, shifted
-from on_gpu import CUDA, around_2_to_the_31, close, first, make, outside, sanitize, start, with_edges, y_of
+from on_gpu import (
+    CUDA,
+    agree_in_threads,
+    agree_in_two_processes,
+    around_2_to_the_31,
+    close,
+    first,
+    make,
+    outside,
+    sanitize,
+    with_edges,
+    y_of,
+)
 
 import h3mlp
 from h3mlp import accuracy, contract, reference, synthetic
@@ -281,24 +291,7 @@ def test_second_device(model):
 def test_threads():
     """Eight at once, on a kernel that none of them has compiled yet."""
     inputs = make(50, hidden=256, ffn=128)
-    outputs, errors = [None] * 8, []
-
-    def work(i):
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                outputs[i] = h3mlp.fc1_swiglu_fp8(*inputs)
-                torch.cuda.current_stream().synchronize()
-        except Exception as error:
-            errors.append(error)
-
-    torch.cuda.synchronize()
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    assert all(torch.equal(bits(a), bits(b)) for a, b in itertools.pairwise(outputs))
+    agree_in_threads(lambda: h3mlp.fc1_swiglu_fp8(*inputs))
 
 
 SCRIPT = """
@@ -326,10 +319,7 @@ print("agrees")
 
 
 def test_two_processes_with_a_cold_cache(tmp_path):
-    for process in [start(SCRIPT, H3MLP_CACHE_DIR=str(tmp_path / "cache")) for _ in range(2)]:
-        output, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, output
-        assert "agrees" in output
+    agree_in_two_processes(SCRIPT, str(tmp_path / "cache"))
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])

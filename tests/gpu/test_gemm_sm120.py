@@ -5,7 +5,18 @@ import shutil
 import pytest
 import torch
 from helpers import bits
-from on_gpu import CUDA, around_2_to_the_31, close, first, make, sanitize, with_edges, y_of
+from on_gpu import (
+    CUDA,
+    FORMS_HERE,
+    LOADS_HERE,
+    around_2_to_the_31,
+    close,
+    first,
+    make,
+    sanitize,
+    with_edges,
+    y_of,
+)
 
 import h3mlp
 from h3mlp import accuracy, contract
@@ -17,16 +28,12 @@ from h3mlp.backends.cute import jit, launch, measure, variants
 from h3mlp.backends.cute.gemm_sm120 import Tile
 from h3mlp.backends.cute.product import fc1
 
-FORMS = {(8, 9): forms.OF["sm_89"], (9, 0): (forms.PLAIN,), (12, 0): forms.OF["sm_120a"], (12, 1): forms.OF["sm_121a"]}
-CAPABILITY = torch.cuda.get_device_capability(CUDA) if torch.cuda.is_available() else None
-FORMS_HERE = FORMS.get(CAPABILITY, ())
 pytestmark = pytest.mark.skipif(not FORMS_HERE, reason="needs a GPU with mma.sync of E4M3, or one that emulates it")
 
 TILES = {tile.name: tile for tile in (*variants.SMALL_TILES, *variants.LARGE_TILES.values(), variants.EMULATED_TILE)}
-LOADS = ("async",) if CAPABILITY == (8, 9) else ("tma", "async")
 
 
-def kernel(tile: Tile, form: str = FORMS_HERE[0] if FORMS_HERE else "", loads: str = LOADS[0], **sizes: int):
+def kernel(tile: Tile, form: str = FORMS_HERE[0] if FORMS_HERE else "", loads: str = LOADS_HERE[0], **sizes: int):
     gpu = launch._gpu(0)
     product = fc1(**{"hidden": contract.HIDDEN, "ffn": contract.FFN} | sizes)
     built = variants.gemm_sm120(gpu, product, tile, form, loads == "tma")
@@ -80,7 +87,7 @@ def test_against_fp64(model, codes, rows, form):
     chosen = accuracy.spread(rows, 160).to(CUDA)
     want = y_of(a_q[chosen], s_row[chosen], model.fc1_weight_q, model.fc1_weight_scale)
     before = None
-    for loads in LOADS:
+    for loads in LOADS_HERE:
         for tile in TILES.values():
             y = multiply(kernel(tile, form, loads), model, a_q, s_row)
             assert before is None or torch.equal(bits(y), bits(before)), f"{tile.name} {loads}"
@@ -95,7 +102,7 @@ def test_both_forms_have_the_same_bits(model, codes):
     assert torch.equal(bits(y[0]), bits(y[1]))
 
 
-@pytest.mark.parametrize("loads", LOADS)
+@pytest.mark.parametrize("loads", LOADS_HERE)
 @pytest.mark.parametrize("rows", [33_473, 149_800, 400_000])
 def test_offsets_past_2_to_the_31(rows, loads):
     """out has 2^31 elements at M = 149,797, a_q at 399,458."""
@@ -107,7 +114,7 @@ def test_offsets_past_2_to_the_31(rows, loads):
     assert not y.isnan().any()
 
 
-@pytest.mark.parametrize("loads", LOADS)
+@pytest.mark.parametrize("loads", LOADS_HERE)
 @pytest.mark.parametrize("tile", ["16x128", "128x256", "128x128"])
 @pytest.mark.parametrize(("hidden", "ffn"), [(128, 64), (384, 128), (1152, 1344)])
 def test_other_dimensions(hidden, ffn, tile, loads):
@@ -120,7 +127,7 @@ def test_other_dimensions(hidden, ffn, tile, loads):
         assert_exact(y, y_of(a_q[:rows], s_row[:rows], inputs.fc1_weight_q, inputs.fc1_weight_scale))
 
 
-@pytest.mark.parametrize("loads", LOADS)
+@pytest.mark.parametrize("loads", LOADS_HERE)
 @pytest.mark.parametrize("tile", ["64x128", "256x128"])
 def test_edge_rows(model, tile, loads):
     inputs = with_edges(first(model, 200))
@@ -212,7 +219,7 @@ print("agrees")
 """
 
 
-@pytest.mark.parametrize("loads", LOADS)
+@pytest.mark.parametrize("loads", LOADS_HERE)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
 def test_compute_sanitizer(tool, loads):

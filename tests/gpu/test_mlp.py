@@ -1,8 +1,6 @@
 """The whole MLP on a CUDA device, on each backend that serves it, against the reference there."""
 
-import itertools
 import shutil
-import threading
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from helpers import (
     shifted,
     without_adaln,
 )
-from on_gpu import CUDA, sanitize, start
+from on_gpu import CUDA, agree_in_threads, agree_in_two_processes, sanitize
 
 import h3mlp
 from h3mlp import accuracy, contract, reference, synthetic
@@ -286,24 +284,7 @@ class TestOperator:
     def test_threads(self):
         """Eight at once, on kernels that none of them has compiled yet."""
         inputs = on_gpu(make_mlp_inputs(50, hidden=256, ffn=320))
-        outputs, errors = [None] * 8, []
-
-        def work(i):
-            try:
-                with torch.cuda.stream(torch.cuda.Stream()):
-                    outputs[i] = h3mlp.mlp_fp8(*inputs)
-                    torch.cuda.current_stream().synchronize()
-            except Exception as error:
-                errors.append(error)
-
-        torch.cuda.synchronize()
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not errors
-        assert all(torch.equal(bits(a), bits(b)) for a, b in itertools.pairwise(outputs))
+        agree_in_threads(lambda: h3mlp.mlp_fp8(*inputs))
 
     def test_out_of_memory_says_so(self, specified):
         """out of 2^24 rows would take 180 GB. Then all is as before."""
@@ -316,10 +297,7 @@ class TestOperator:
         h3mlp.mlp_fp8(*specified)
 
     def test_two_processes_with_a_cold_cache(self, tmp_path):
-        for process in [start(SCRIPT, H3MLP_CACHE_DIR=str(tmp_path / "cache")) for _ in range(2)]:
-            output, _ = process.communicate(timeout=120)
-            assert process.returncode == 0, output
-            assert "agrees" in output
+        agree_in_two_processes(SCRIPT, str(tmp_path / "cache"))
 
     @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
     @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")

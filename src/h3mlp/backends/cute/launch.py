@@ -4,9 +4,10 @@ A denoising step makes 50 calls of the same shape, so what a shape needs is look
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -15,6 +16,7 @@ from .. import ALIGNMENT, aligned, in_vectors, is_aligned, mlp_blocks
 from . import _ARCHITECTURE_OF, blocks, choice, jit, product, variants
 
 _log = logging.getLogger("h3mlp")
+_Buffers = TypeVar("_Buffers", contract.FC1Buffers, contract.MLPBuffers)
 
 
 class _Kernel(NamedTuple):
@@ -53,8 +55,15 @@ def fc1_swiglu(
 
 def _fc1_elsewhere(inputs: contract.FC1Inputs, eps: float, buffers: contract.FC1Buffers, *options) -> None:
     """Where a tensor does not begin where TMA can read and write it: by way of a copy of that one."""
-    others = contract.FC1Buffers(*(buffer if is_aligned(buffer) else torch.empty_like(buffer) for buffer in buffers))
-    fc1_swiglu(inputs._replace(fc1_weight_q=aligned(inputs.fc1_weight_q)), eps, others, *options)
+    with _aligned_matrices(buffers) as others:
+        fc1_swiglu(inputs._replace(fc1_weight_q=aligned(inputs.fc1_weight_q)), eps, others, *options)
+
+
+@contextmanager
+def _aligned_matrices(buffers: _Buffers) -> Iterator[_Buffers]:
+    """These buffers to write, but others in place of matrices that are not aligned, which get their content then."""
+    others = type(buffers)(*(b if b.dim() == 1 or is_aligned(b) else torch.empty_like(b) for b in buffers))
+    yield others
     for buffer, used in zip(buffers, others, strict=True):
         if used is not buffer:
             buffer.copy_(used)
@@ -73,19 +82,19 @@ def mlp(
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return mlp(inputs, eps, buffers, accumulate, modulation, fp8_mma_form)
-    inputs = inputs._replace(fc1_weight_q=aligned(inputs.fc1_weight_q), fc2_weight_q=aligned(inputs.fc2_weight_q))
     (hidden, ffn), rows = inputs.fc2_weight_q.shape, inputs.x.shape[0]
+    # Without a table the gate is one, which leaves the sums as they are.
+    inputs = inputs._replace(
+        gate=inputs.x.new_ones((1, hidden)) if inputs.gate is None else in_vectors(inputs.gate),
+        fc1_weight_q=aligned(inputs.fc1_weight_q),
+        fc2_weight_q=aligned(inputs.fc2_weight_q),
+    )
     step = blocks.rows_of_a_block(_gpu(device.index), hidden, ffn, rows, _chosen(device.index))
     for block, given in mlp_blocks(inputs, buffers, step):
-        used = contract.MLPBuffers(*(b if b.dim() == 1 or is_aligned(b) else torch.empty_like(b) for b in given))
-        stage1(block.fc1, eps, used.workspace_a_q, used.workspace_a_scale, modulation)
-        fc1 = used.workspace_a_q, used.workspace_a_scale, block.fc1_weight_q, block.fc1_weight_scale
-        stage2(*fc1, used.workspace_y, accumulate, fp8_mma_form)
-        quantize_rows(used.workspace_y, used.workspace_y_q, used.workspace_y_scale)
-        stage3(used.workspace_y_q, used.workspace_y_scale, block, used.out, accumulate, fp8_mma_form)
-        for buffer, other in zip(given, used, strict=True):
-            if other is not buffer:
-                buffer.copy_(other)
+        with _aligned_matrices(given) as used:
+            fc1_swiglu(block.fc1, eps, used.fc1, accumulate, modulation, fp8_mma_form)
+            quantize_rows(used.workspace_y, used.workspace_y_q, used.workspace_y_scale)
+            stage3(used.workspace_y_q, used.workspace_y_scale, block, used.out, accumulate, fp8_mma_form)
     return None
 
 
@@ -142,19 +151,18 @@ def stage3(
     accumulate: str,
     fp8_mma_form: int = -1,
 ) -> None:
-    """Codes and scales of y to out [M, H]. y_q, FC2's weight and out begin at a multiple of 16 bytes.
+    """Codes and scales of y to out [M, H]. y_q, FC2's weight, out and each row of the gate's table begin at a multiple
+    of 16 bytes; without an index all tokens have the table's first row.
 
     It may begin while the kernel before it runs, as ``stage2``.
     """
     rows, hidden = out.shape
     w_q, w_scale, residual = inputs.fc2_weight_q, inputs.fc2_weight_scale, in_vectors(inputs.residual)
-    if inputs.gate is None:  # times one: the same sums
-        gate, index = out.new_ones((1, hidden)), out.new_empty(0, dtype=torch.int32)
-    else:
-        gate, index = in_vectors(inputs.gate), inputs.adaln_index.view(torch.int32)
+    index = inputs.adaln_index
+    words = out.new_empty(0, dtype=torch.int32) if index is None else index.view(torch.int32)
     fc2 = out.get_device(), product.fc2, hidden, y_q.shape[1]
     kernel, multiprocessors = _gemm(*fc2, rows, accumulate, fp8_mma_form)
-    kernel.launch(rows, y_q, s_y, w_q, w_scale, gate, index, residual, out, multiprocessors)
+    kernel.launch(rows, y_q, s_y, w_q, w_scale, inputs.gate, words, residual, out, multiprocessors)
 
 
 def warmup(
