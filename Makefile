@@ -22,7 +22,7 @@ doctor: $(VENV)/plain.stamp  ## which backend serves this machine
 test: $(VENV)/dev.stamp  ## ruff and pytest; ARGS='-k operator'
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pytest$(if $(ARGS), $(ARGS))
+	$(BIN)/pytest --numprocesses 2 --dist loadgroup$(if $(ARGS), $(ARGS))
 
 gpu-test: $(VENV)/dev.stamp  ## the tests that need a GPU; ARGS='-k same_bits'
 	$(BIN)/pytest tests/gpu$(if $(ARGS), $(ARGS))

@@ -1,3 +1,9 @@
+import os
+
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # before torch is imported: processes that fight for the cores are slower
+    threads = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
+
 import pytest
 from helpers import FFN, HIDDEN, TABLE_ROWS
 from hypothesis import settings
