@@ -23,7 +23,7 @@ SM120 = [
     for form in FORMS_HERE
     for tma in (loads == "tma" for loads in LOADS_HERE)
 ]
-SM90 = [("sm90", tokens) for tokens in variants.STAGES] if CAPABILITY == (9, 0) else []
+SM90 = [("sm90", tokens) for tokens in variants.STAGES["gated"]] if CAPABILITY == (9, 0) else []
 """The GEMMs that run here. On Hopper the mma.sync one is emulated."""
 
 
@@ -179,7 +179,7 @@ index = inputs.adaln_index.cuda().view(torch.int32)
 kernels = [variants.gemm_sm120(gpu, fc2(hidden, ffn), tile, {form!r}, tma) for tma in {loads} for tile in
            (*variants.SMALL_TILES, *variants.LARGE_TILES.values())]
 if gpu.arch == "sm_90a":
-    kernels = [variants.gemm_sm90(fc2(hidden, ffn), tokens, "fp32") for tokens in variants.STAGES]
+    kernels = [variants.gemm_sm90(fc2(hidden, ffn), tokens, "fp32") for tokens in variants.STAGES["gated"]]
 for kernel in kernels:
     out = torch.full((300, hidden), torch.nan, dtype=torch.bfloat16, device="cuda")
     # Two CTAs, so that each has many tiles.

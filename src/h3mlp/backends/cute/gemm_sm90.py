@@ -36,7 +36,8 @@ class GemmSm90(operands.Launches):
     cluster_rows: int
     """CTAs of a cluster, along the weight rows. They share the activations, by TMA multicast."""
     promote: bool
-    """Add partial sums to FP32 accumulators every ``interval`` of K; otherwise never."""
+    """Add partial sums to FP32 accumulators every ``interval`` of K, the first time after the epilogue's ``FIRST``;
+    otherwise never."""
     interval: int = 256
     group: int = 16
 
@@ -153,7 +154,8 @@ class GemmSm90(operands.Launches):
                 Producer(self, tiles, loads, w_tma, w_tiles, a_tma, a_tiles, s_w, s_a).run()
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            end = self.epilogue(self, shared, s_row, w_scale, target, group_index, thread % WARPGROUP)
+            final = cute.make_rmem_tensor(self.tiled_mma().partition_shape_C((ROWS, self.tile_tokens)), Float32)
+            end = self.epilogue(self, shared, s_row, w_scale, target, final, group_index, thread % WARPGROUP)
             Consumer(self, tiles, loads, s_w, s_a, end, group_index).run()
 
 
@@ -219,47 +221,60 @@ class Consumer:
         mma = gemm.tiled_mma()
         self.w_blocks = mma.make_fragment_A(mma.get_slice(0).partition_A(s_w))
         self.a_blocks = mma.make_fragment_B(mma.get_slice(0).partition_B(s_a))
-        fragment = mma.partition_shape_C((ROWS, gemm.tile_tokens))
-        self.partial = cute.make_rmem_tensor(fragment, Float32)
-        self.final = cute.make_rmem_tensor(fragment, Float32)
+        self.partial, self.final = cute.make_fragment_like(end.final), end.final
 
     @cute.jit
     def run(self):
-        """Every tile. A finished tile is rounded and stored while the next one is multiplied."""
+        """Every tile. A finished tile leaves while the next one is multiplied: all turns beside the first interval,
+        one each stage, where that is long; else one beside each of the following intervals."""
         gemm, tiles = self.gemm, self.tiles
-        depth = const_expr(gemm.depth)
-        step = const_expr(min(gemm.interval // STAGE_K, depth))
-        intervals, tail = const_expr(depth // step), const_expr(depth % step)
-        with_stores = const_expr(min(gemm.turns, intervals - 1))
+        depth, step = const_expr(gemm.depth), const_expr(gemm.interval // STAGE_K)
+        first = const_expr(min(gemm.epilogue.FIRST // STAGE_K, depth))
+        lead = const_expr(min(step, first))
+        last = const_expr((depth - first) % step or min(depth - first, step))
+        intervals = const_expr((depth - first - last) // step)
+        early = const_expr(gemm.turns if gemm.interval < gemm.epilogue.FIRST else 0)
+        with_stores = const_expr(min(gemm.turns - early, intervals))
 
         cute.arch.griddepcontrol_wait()
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, gemm.stages)
-        row, token = Int32(0), Int32(0)
+        row, token = Int32(0), Int32(-1)
         for tile in cutlass.range(tiles.first, tiles.end, tiles.step, unroll=1):
-            waiting = tile != tiles.first
-            next_row, next_token = self.tiles.coordinates(tile)
+            waiting = token >= 0
             behind = state.clone()
-            state = self.multiply(state, step, True)
-            behind = self.release(behind, step - 1, 1)  # before the 400 cycles of rounding, or loads come late: 2.4%
+            state = self.multiply(state, lead, True)
+            behind = self.release(behind, lead - 1, 1)  # before the 400 cycles of rounding, or loads come late: 2.4%
             if waiting:
-                self.end.round(self.final)
+                self.end.begin(row, token)
+            for turn in cutlass.range_constexpr(first - lead):
+                state = self.multiply(state, 1, False)
+                if const_expr(turn < early):
+                    if waiting:
+                        self.end.store(turn, row, token)
+                behind = self.release(behind, 1, 1)
+            for turn in cutlass.range_constexpr(first - lead, early):
+                if waiting:
+                    self.end.store(turn, row, token)
             self.final.fill(0.0)
             self.release(behind, 1, 0)
             self.promote()
-            for turn in cutlass.range_constexpr(with_stores):
+            for turn in cutlass.range_constexpr(early, early + with_stores):
                 state = self.interval(state, step, waiting, turn, row, token)
-            self.end.load(next_row, next_token)  # not before: registers are scarce while a tile is on its way out
-            for _ in cutlass.range(intervals - 1 - with_stores, unroll=1):
-                state = self.interval(state, step, False, 0, row, token)
-            if const_expr(tail > 0):
-                state = self.interval(state, tail, False, 0, row, token)
-            for turn in cutlass.range_constexpr(with_stores, gemm.turns):
+            for turn in cutlass.range_constexpr(early + with_stores, gemm.turns):
                 if waiting:
                     self.end.store(turn, row, token)
+            for _ in cutlass.range(intervals - with_stores, unroll=1):
+                state = self.interval(state, step, False, 0, row, token)
+            row, token = self.tiles.coordinates(tile)
+            behind = state.clone()
+            state = self.multiply(state, last, gemm.promote)
+            self.end.load(row, token)
+            self.release(behind, last, 0)
+            if const_expr(last > 0):
+                self.promote()
             if const_expr(not gemm.promote):
                 self.final.store(self.partial.load())
-            row, token = next_row, next_token
-        self.end.round(self.final)
+        self.end.begin(row, token)
         for turn in cutlass.range_constexpr(gemm.turns):
             self.end.store(turn, row, token)
         self.end.finish()

@@ -73,7 +73,9 @@ class QuantizeRows:
     def kernel(self, y: cute.Tensor, y_q: cute.Tensor, s_y: cute.Tensor):
         ptx.launch_dependents()
         ptx.wait_for_previous_kernel()
-        thread, row = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+        thread = cute.arch.thread_idx()[0]
+        # From the last row to the first: the L2 still has the last of y, and then the first of y_q, which FC2 reads.
+        row = cute.arch.grid_dim()[0] - 1 - cute.arch.block_idx()[0]
         peaks = SmemAllocator().allocate_tensor(Uint32, cute.make_layout((LANES,)), byte_alignment=16)
         words = cute.make_rmem_tensor((WORDS, self.own), Uint32)
         words.fill(0)

@@ -11,7 +11,7 @@ from .epilogue_sm90 import TILE_ROWS
 from .gemm_sm90 import GemmSm90
 from .gemm_sm120 import GemmSm120, Tile
 from .norm_quant import NormQuant
-from .product import Product, fc1, fc2
+from .product import GATED_RESIDUAL, SWIGLU, Product, fc1, fc2
 from .quantize_rows import QuantizeRows
 
 
@@ -46,8 +46,8 @@ def gemm(gpu: Gpu, product: Product, rows: int, accumulate: str, chosen: Choice 
 
 # Hopper, wgmma.
 
-STAGES = {32: 10, 64: 8, 128: 6, 160: 6}
-"""Stages of the GEMM's pipeline that fit in shared memory, for each width of a token tile."""
+STAGES = {SWIGLU: {32: 10, 64: 8, 128: 6, 160: 6}, GATED_RESIDUAL: {32: 10, 64: 8, 128: 6, 192: 5}}
+"""Stages of the GEMM's pipeline that fit in shared memory, for each width of a token tile that its end has."""
 
 PAIRED = 128
 """From this width on, CTAs work in pairs that share the activations. Narrower tiles wait for the weights alone."""
@@ -61,16 +61,16 @@ one of 160 28.7."""
 
 def gemm_sm90(product: Product, tokens: int, accumulate: str) -> GemmSm90:
     cluster_rows = PAIR if tokens >= PAIRED else 1
-    return GemmSm90(product, tokens, STAGES[tokens], cluster_rows, promote=accumulate == "fp32")
+    return GemmSm90(product, tokens, STAGES[product.end][tokens], cluster_rows, promote=accumulate == "fp32")
 
 
 @lru_cache(maxsize=1024)
 def tile_tokens(product: Product, rows: int, multiprocessors: int) -> int:
     """Tokens of a GEMM tile: the narrowest that takes all rows, else the one whose last wave of tiles wastes least."""
-    for tokens in STAGES:
+    for tokens in STAGES[product.end]:
         if rows <= tokens <= PAIRED:
             return tokens
-    wide = (tokens for tokens in STAGES if tokens >= PAIRED)
+    wide = (tokens for tokens in STAGES[product.end] if tokens >= PAIRED)
     return min(wide, key=lambda tokens: (sm90_time(product, rows, multiprocessors, tokens), -tokens))
 
 
@@ -141,7 +141,7 @@ def time(gpu: Gpu, product: Product, rows: int, chosen: Choice | None) -> int:
 def wide_tiles(gpu: Gpu, chosen: Choice | None) -> list[int]:
     """Tokens of the tiles that serve many rows."""
     if gpu.arch == "sm_90a":
-        return [tokens for tokens in STAGES if tokens >= PAIRED]
+        return sorted({tokens for of_end in STAGES.values() for tokens in of_end if tokens >= PAIRED})
     return [LARGE_TILES[chosen.tile].tokens]
 
 
@@ -158,7 +158,9 @@ def of(arch: str) -> list:
     stage1 = [norm_quant(gpu, hidden, bits, vectors, mode) for vectors in (True, False) for mode, bits in modes]
     products = fc1(hidden, ffn), fc2(hidden, ffn)
     if arch == "sm_90a":
-        gemms = [gemm_sm90(p, tokens, mode) for p in products for mode in contract.ACCUMULATE for tokens in STAGES]
+        gemms = [
+            gemm_sm90(p, tokens, mode) for p in products for mode in contract.ACCUMULATE for tokens in STAGES[p.end]
+        ]
     else:
         tiles = (*SMALL_TILES, *(LARGE_TILES[name] for name in choice.TILES))
         gemms = [gemm_sm120(gpu, p, tile, form) for p in products for form in forms.OF[arch] for tile in tiles]
