@@ -252,28 +252,27 @@ class Consumer:
                     if waiting:
                         self.end.store(turn, row, token)
                 behind = self.release(behind, 1, 1)
-            for turn in cutlass.range_constexpr(first - lead, early):
+            for turn in cutlass.range_constexpr(first - lead, early):  # of a K of few stages
                 if waiting:
                     self.end.store(turn, row, token)
             self.final.fill(0.0)
             self.release(behind, 1, 0)
-            self.promote()
+            if const_expr(gemm.promote):
+                self.promote()
             for turn in cutlass.range_constexpr(early, early + with_stores):
                 state = self.interval(state, step, waiting, turn, row, token)
-            for turn in cutlass.range_constexpr(early + with_stores, gemm.turns):
+            for turn in cutlass.range_constexpr(early + with_stores, gemm.turns):  # likewise
                 if waiting:
                     self.end.store(turn, row, token)
             for _ in cutlass.range(intervals - with_stores, unroll=1):
                 state = self.interval(state, step, False, 0, row, token)
-            row, token = self.tiles.coordinates(tile)
+            row, token = self.tiles.coordinates(tile)  # not before: its division would spill
             behind = state.clone()
             state = self.multiply(state, last, gemm.promote)
             self.end.load(row, token)
             self.release(behind, last, 0)
-            if const_expr(last > 0):
+            if const_expr(last > 0 or not gemm.promote):
                 self.promote()
-            if const_expr(not gemm.promote):
-                self.final.store(self.partial.load())
         self.end.begin(row, token)
         for turn in cutlass.range_constexpr(gemm.turns):
             self.end.store(turn, row, token)
@@ -288,7 +287,8 @@ class Consumer:
         if waiting:
             self.end.store(turn, row, token)
         self.release(behind, stages, 0)
-        self.promote()
+        if const_expr(self.gemm.promote):
+            self.promote()
         return state
 
     @cute.jit
@@ -320,6 +320,5 @@ class Consumer:
     @cute.jit
     def promote(self):
         """The partial sums, complete, to FP32."""
-        if const_expr(self.gemm.promote):
-            for i in cutlass.range_constexpr(cute.size(self.final)):
-                self.final[i] = self.final[i] + self.partial[i]
+        for i in cutlass.range_constexpr(cute.size(self.final)):
+            self.final[i] = self.final[i] + self.partial[i]
