@@ -12,7 +12,7 @@ from h3mlp import contract, reference
 pytest.importorskip("cutlass")
 
 from h3mlp.backends.cute import jit, launch, variants
-from h3mlp.backends.cute.product import fc2
+from h3mlp.backends.cute.product import GATED_RESIDUAL, fc2
 
 HIDDEN, FFN = contract.HIDDEN, contract.FFN
 pytestmark = pytest.mark.skipif(not FORMS_HERE, reason="needs a GPU with a GEMM of ours")
@@ -23,7 +23,7 @@ SM120 = [
     for form in FORMS_HERE
     for tma in (loads == "tma" for loads in LOADS_HERE)
 ]
-SM90 = [("sm90", tokens) for tokens in variants.STAGES["gated"]] if CAPABILITY == (9, 0) else []
+SM90 = [("sm90", tokens) for tokens in variants.STAGES[GATED_RESIDUAL]] if CAPABILITY == (9, 0) else []
 """The GEMMs that run here. On Hopper the mma.sync one is emulated."""
 
 
@@ -167,7 +167,7 @@ SCRIPT = """
 import torch
 from h3mlp import contract, prepare_fc1_weight_fp8, prepare_fc2_weight_fp8, reference, synthetic
 from h3mlp.backends.cute import jit, launch, variants
-from h3mlp.backends.cute.product import fc2
+from h3mlp.backends.cute.product import GATED_RESIDUAL, fc2
 gpu, hidden, ffn = launch._gpu(0), 384, 192
 mlp = synthetic.mlp(300, hidden, ffn)
 weights = *prepare_fc1_weight_fp8(mlp.fc1.weight), *prepare_fc2_weight_fp8(mlp.fc2_weight)
@@ -179,7 +179,7 @@ index = inputs.adaln_index.cuda().view(torch.int32)
 kernels = [variants.gemm_sm120(gpu, fc2(hidden, ffn), tile, {form!r}, tma) for tma in {loads} for tile in
            (*variants.SMALL_TILES, *variants.LARGE_TILES.values())]
 if gpu.arch == "sm_90a":
-    kernels = [variants.gemm_sm90(fc2(hidden, ffn), tokens, "fp32") for tokens in variants.STAGES["gated"]]
+    kernels = [variants.gemm_sm90(fc2(hidden, ffn), tokens, "fp32") for tokens in variants.STAGES[GATED_RESIDUAL]]
 for kernel in kernels:
     out = torch.full((300, hidden), torch.nan, dtype=torch.bfloat16, device="cuda")
     # Two CTAs, so that each has many tiles.

@@ -45,7 +45,7 @@ class Epilogue:
 
     @cute.jit
     def load(self, row, token):
-        """What ``round`` and ``store`` want of a tile's rows and tokens, to shared memory."""
+        """What ``begin`` and ``store`` want of a tile's rows and tokens, to shared memory."""
         gemm, s_token_scales, s_row_scales = self.gemm, self.s_token_scales, self.s_row_scales
         thread, rows = ptx.thread_index() % WARPGROUP, cute.size(self.s_row)
         self.sync()  # all have read what is there of the tile before
