@@ -54,12 +54,9 @@ class Epilogue:
             s_row_scales[(thread, self.index)] = self.w_scale[index]
         for i in cutlass.range_constexpr(-(-gemm.tile_tokens // WARPGROUP)):
             within = thread + i * WARPGROUP
-            index = token * gemm.tile_tokens + within
             if within < gemm.tile_tokens:
-                scale = Float32(0.0)
-                if index < rows:
-                    scale = self.s_row[index]
-                s_token_scales[(within, self.index)] = scale
+                index = cutlass.min(token * gemm.tile_tokens + within, rows - 1)
+                s_token_scales[(within, self.index)] = self.s_row[index]
                 self.load_token(within, index, row)
 
     @cute.jit
@@ -206,12 +203,10 @@ class GatedResidual(Epilogue):
     def load_token(self, within, index, row):
         """The gate's row of a token; and its residual, 128 bytes, from DRAM to the L2."""
         s_gate_rows, rows = self.s_gate_rows, cute.size(self.s_row)
-        gate_row = Int32(0)
-        if index < rows:
-            gate_row = epilogue.gate_row(self.table_index, index, rows, cute.size(self.gate, mode=[0]))
-            column = cutlass.min(row * TILE_ROWS + self.index * ROWS, self.gemm.product.n - ROWS)
-            ptx.prefetch_l2(address_of(self.residual, index, column // 8))
+        gate_row = epilogue.gate_row(self.table_index, index, rows, cute.size(self.gate, mode=[0]))
         s_gate_rows[(within, self.index)] = gate_row
+        column = cutlass.min(row * TILE_ROWS + self.index * ROWS, self.gemm.product.n - ROWS)
+        ptx.prefetch_l2(address_of(self.residual, index, column // 8))
 
     @cute.jit
     def begin(self, row, token):
