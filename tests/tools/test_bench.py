@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,7 @@ from rich.console import Console
 from h3mlp import contract, prepare_fc1_weight_fp8, reference, synthetic, unpack_fc1_rows
 from h3mlp.backends import cpu
 from h3mlp.tools import bench, cli
-from h3mlp.tools.bench import beside, error, harness, mlp_peers, peers, record, timing, work
+from h3mlp.tools.bench import beside, energy, error, harness, mlp_peers, peers, record, timing, work
 from h3mlp.tools.bench.plot import apart
 
 MODEL = contract.HIDDEN, contract.FFN
@@ -48,6 +49,10 @@ class FakeTimer:
 
     def now(self):
         return self.clock
+
+    def joules(self):
+        """At 500 W."""
+        return 500.0 * self.clock
 
     def sleep(self, seconds):
         self.clock += seconds
@@ -171,6 +176,48 @@ def test_burst_is_the_best_after_a_pause():
     assert timing.burst(timing.Run(lambda: next(left)), timer, plan) == 0.1
     assert timer.log[:3] == ["synchronize", "sleep", "launch"]
     assert timing.burst(timing.Run(lambda: 1.0), timer, QUICK) is None
+
+
+def test_alone_is_warmed_up_and_counts_every_call():
+    """Runs of two calls of 0.1 s: 10 for two seconds, after 5 that do not count, which take longer."""
+    timer, left = FakeTimer(), iter([9.0] * 5 + [0.2] * 10)
+    found = timing.alone(timing.Run(lambda: next(left), calls=2), 0.1, timer, replace(QUICK, alone=2.0))
+    assert found == (pytest.approx(0.1), pytest.approx(50.0))
+    assert next(left, None) is None
+    assert timer.log[-1] == "synchronize"
+    timer.joules = lambda: None
+    assert timing.alone(timing.Run(lambda: 5.0), 5.0, timer, replace(QUICK, alone=2.0)) == (5.0, None)
+
+
+def test_energy_as_nvml_tells(monkeypatch):
+    class NVMLError(Exception):
+        pass
+
+    def total(handle):
+        if handle == "of GPU-hidden":
+            raise NVMLError("Not Supported")
+        assert handle == "of GPU-1-2"
+        return 1234567
+
+    nvml = ModuleType("pynvml")
+    nvml.NVMLError, nvml.nvmlInit = NVMLError, lambda: None
+    nvml.nvmlDeviceGetHandleByUUID, nvml.nvmlDeviceGetTotalEnergyConsumption = "of {}".format, total
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    uuids = {0: "GPU-1-2", 1: "hidden"}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device.index]))
+    assert energy.joules(torch.device("cuda", 0)) == pytest.approx(1234.567)
+    assert energy.joules(torch.device("cuda", 1)) is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # as where it is not installed
+    assert energy.joules(torch.device("cuda", 0)) is None
+
+
+def test_large_problems_run_alone_too(problem):
+    plan = replace(QUICK, alone=1e-3, alone_rows=len(problem.layer.x))
+    found = harness.measure(problem, [peers.ours(problem)], timing.HostTimer(), plan)
+    assert found[0].alone.us > 0
+    assert found[0].alone.joules is found[0].alone.watts is None
+    few = replace(plan, alone_rows=len(problem.layer.x) + 1)
+    assert harness.measure(problem, [peers.ours(problem)], timing.HostTimer(), few)[0].alone is None
 
 
 def test_host_time_does_not_wait_for_the_device():
@@ -406,6 +453,18 @@ def test_rendering_of_a_gpu(gpu_record):
         assert part in shown
     ours = next(line.split() for line in shown.split("33,472 rows")[1].splitlines() if line.startswith(" h3mlp "))
     assert ours == ["h3mlp", "11,351", "9,081", "909.1", "161.6", "1.100", "0.733", "1.0e-04", "0"]
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_rendering_of_what_ran_alone(gpu_record, tmp_path):
+    """OURS 1.1 times as long as the GEMM with 1.2 times its energy."""
+    alone = {peers.OURS: record.Alone(11000.0, 6.0), peers.GEMM: record.Alone(10000.0, 5.0)}
+    results = [replace(r, alone=alone.get(r.peer)) if r.rows == 33472 else r for r in gpu_record.results]
+    bench.save(replace(gpu_record, results=results), tmp_path / "record.json")
+    shown = text(bench.render(bench.load(tmp_path / "record.json")))
+    lines = [line.split() for line in shown.split("J/GEMM")[1].splitlines()]
+    assert ["h3mlp", "11,000", "545", "6.000", "1.100", "1.200"] in lines
+    assert shown.count("J/GEMM") == 1
     assert max(map(len, shown.splitlines())) <= 80
 
 

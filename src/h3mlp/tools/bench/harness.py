@@ -14,17 +14,29 @@ from ...operators import dispatch
 from .. import doctor
 from ..warmup import warmup
 from . import mlp_peers, peers
+from .energy import uuid_of
 from .peers import Peer
-from .record import Record, Result, Times
-from .timing import CudaTimer, HostTimer, Plan, Timer, burst, copy_bandwidth, describe, host_seconds, interleave
+from .record import Alone, Record, Result, Times
+from .timing import (
+    CudaTimer,
+    HostTimer,
+    Plan,
+    Timer,
+    alone,
+    burst,
+    copy_bandwidth,
+    describe,
+    host_seconds,
+    interleave,
+)
 
 SAMPLE_ROWS = 64
 
 PEERS = {"fc1": peers, "mlp": mlp_peers}
 """By operator."""
 
-CPU_PLAN = Plan(seconds=0.0, rounds=7, warm_rounds=1, pause=0.0)
-"""No power limit to reach on a CPU and no burst before it; a round of 1024 rows takes 6 s on two cores."""
+CPU_PLAN = Plan(seconds=0.0, rounds=7, warm_rounds=1, pause=0.0, alone=0.0)
+"""No power limit to reach on a CPU, and no burst before it; a round of 1024 rows takes 6 s on two cores."""
 
 ROWS_ON_CPU = (1, 16, 256, 1024)
 ROWS_ON_CUDA = (1, 16, 64, 256, 1024, 4184, 16736, 33472)
@@ -143,17 +155,19 @@ def measure(
             skipped[peer.name] = describe(error)
             if isinstance(error, torch.OutOfMemoryError):
                 torch.cuda.empty_cache()
-    samples, failed = interleave(runs, timer, plan, lambda share: progress("side by side", 0.2 + 0.8 * share))
+    then_alone = plan.alone > 0 and rows >= plan.alone_rows
+    width = 0.5 if then_alone else 0.8
+    samples, failed = interleave(runs, timer, plan, lambda share: progress("side by side", 0.2 + width * share))
     skipped |= failed
+    times = {name: times_of(seconds, bursts[name]) for name, seconds in samples.items() if seconds}
+    by_itself = {}
+    if then_alone:
+        for i, (name, found) in enumerate(times.items()):
+            progress(f"{name} alone", 0.7 + 0.3 * i / len(times))
+            seconds, joules = alone(runs[name], found.median_us / 1e6, timer, plan)
+            by_itself[name] = Alone(1e6 * seconds, joules)
     return [
-        Result.of(
-            rows,
-            peer,
-            times_of(samples[peer.name], bursts[peer.name]) if samples.get(peer.name) else None,
-            errors.get(peer.name),
-            skipped.get(peer.name),
-        )
-        for peer in peers
+        Result.of(rows, peer, *(kept.get(peer.name) for kept in (times, errors, skipped, by_itself))) for peer in peers
     ]
 
 
@@ -188,8 +202,7 @@ def gpu(device: torch.device) -> dict:
     }
     fields = {"driver": "driver_version", "power_limit_w": "power.limit", "max_sm_clock_mhz": "clocks.max.sm"}
     try:
-        uuid = str(properties.uuid).removeprefix("GPU-")
-        command = ["nvidia-smi", f"--query-gpu={','.join(fields.values())}", f"--id=GPU-{uuid}"]
+        command = ["nvidia-smi", f"--query-gpu={','.join(fields.values())}", f"--id=GPU-{uuid_of(device)}"]
         command.append("--format=csv,noheader,nounits")
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError, AttributeError):  # not installed, not permitted, an older torch

@@ -34,6 +34,18 @@ class Times:
 
 
 @dataclass(frozen=True)
+class Alone:
+    """Microseconds and joules of a call when the peer runs by itself, back to back."""
+
+    us: float
+    joules: float | None
+
+    @property
+    def watts(self) -> float | None:
+        return None if self.joules is None else 1e6 * self.joules / self.us
+
+
+@dataclass(frozen=True)
 class Result:
     """One peer at one number of rows. ``skipped`` says why there are no times."""
 
@@ -44,10 +56,12 @@ class Result:
     times: Times | None
     error: Error | None
     skipped: str | None = None
+    alone: Alone | None = None
 
     @classmethod
-    def of(cls, rows: int, peer: Peer, times: Times | None, error: Error | None, skipped: str | None) -> "Result":
-        return cls(rows, peer.name, peer.work.flops, peer.work.bytes, times, error, skipped)
+    def of(cls, rows: int, peer: Peer, *found) -> "Result":
+        """``found``: the fields from ``times`` on."""
+        return cls(rows, peer.name, peer.work.flops, peer.work.bytes, *found)
 
 
 @dataclass(frozen=True)
@@ -123,5 +137,5 @@ def load(path: Path) -> Record:
 
 
 def _result(entry: dict) -> Result:
-    parts = {"times": Times, "error": Error}
+    parts = {"times": Times, "error": Error, "alone": Alone}
     return Result(**{name: parts[name](**v) if name in parts and v else v for name, v in entry.items()})

@@ -21,13 +21,14 @@ GB/s    least bytes of a call over its time
 RMS     relative RMS error against the contract in FP64, on sampled rows
 off     sampled elements off by more than 0.01 + 1.6%; of the MLP, an ulp
         more of each of its roundings
+alone   by itself, back to back: each at the clock that its power allows
 limit   least bytes of the operator at the copy bandwidth, or its operations
         at the highest rate of the run, whichever takes longer"""
 
 
 def render(record: Record) -> RenderableType:
     """One table a number of rows, one line a peer."""
-    tables = [_table(record, rows) for rows in record.row_counts]
+    tables = [table for rows in record.row_counts for table in (_table(record, rows), *_alone(record, rows))]
     return Group(*_head(record), *tables, *_skipped(record), *_host(record), _peers(record), "", LEGEND)
 
 
@@ -98,6 +99,24 @@ def _cells(result: Result, gemm: float | None, chain: float | None) -> dict[str,
         cells["RMS"] = "nan" if error.relative_rms is None else f"{error.relative_rms:.1e}"
         cells["off"] = f"{error.violations:,}"
     return cells
+
+
+def _alone(record: Record, rows: int) -> list[RenderableType]:
+    """Time, power and energy of each peer by itself, where that was measured."""
+    found = {name: result.alone for name, result in record.at(rows).items() if result.alone}
+    if not found:
+        return []
+    gemm = found.get(GEMM)
+    table = Table("alone", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
+    for column in ("us", "W", "J", "/GEMM", "J/GEMM"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, one in found.items():
+        energy = ("", "") if one.joules is None else (f"{one.watts:.0f}", f"{one.joules:.3f}")
+        over = [f"{one.us / gemm.us:.3f}"] if gemm else [""]
+        if gemm and gemm.joules and one.joules is not None:
+            over.append(f"{one.joules / gemm.joules:.3f}")
+        table.add_row(name, _significant(one.us), *energy, *over)
+    return [table]
 
 
 def _stage1(record: Record, found: dict[str, Result]) -> str | None:

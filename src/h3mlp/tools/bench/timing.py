@@ -1,9 +1,12 @@
 """Timing of calls side by side on one device.
 
 A CUDA device that multiplies is power-bound: an H200 at 700 W runs the FC1 GEMM of 33472 rows in 6.4 ms when cold and
-in 7.6 to 8.1 ms when hot. So peers are compared hot, interleaved in one run, and the cold time is given as burst.
+in 7.6 to 8.1 ms when hot. So peers are compared hot, interleaved in one run, and the cold time is given as burst. What
+is interleaved shares one clock, though; a large problem's peers also run each alone, back to back, at the clock and the
+energy that are their own.
 """
 
+import math
 import random
 import time
 from collections import deque
@@ -12,6 +15,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
+
+from . import energy
 
 GRAPH_ROWS = 2048
 """Up to this many rows a call is timed inside a CUDA graph: reading the weight takes 36 us at 4.2 TB/s, and launching
@@ -38,6 +43,7 @@ class Timer(Protocol):
     def launch(self, run: Run) -> Callable[[], float]: ...
     def synchronize(self) -> None: ...
     def now(self) -> float: ...
+    def joules(self) -> float | None: ...
     def sleep(self, seconds: float) -> None: ...
 
 
@@ -61,6 +67,10 @@ class HostTimer:
 
     def now(self) -> float:
         return time.perf_counter()
+
+    def joules(self) -> float | None:
+        """What the device has used since some moment, if it tells."""
+        return None
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
@@ -106,6 +116,9 @@ class CudaTimer(HostTimer):
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
+    def joules(self) -> float | None:
+        return energy.joules(torch.device("cuda", torch.cuda.current_device()))
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -118,6 +131,8 @@ class Plan:
         warm_share: share of ``seconds`` to warm up: the power limit bites after some hundred milliseconds.
         pause: idle seconds before a burst; 0 for no burst.
         burst_runs: runs of a burst, of which the best counts.
+        alone: seconds that each peer runs by itself, half as long before it counts; 0 for not at all.
+        alone_rows: from so many rows on. Fewer do not reach the power limit.
     """
 
     seconds: float = 10.0
@@ -126,6 +141,8 @@ class Plan:
     warm_share: float = 0.2
     pause: float = 0.3
     burst_runs: int = 5
+    alone: float = 2.0
+    alone_rows: int = 4096
 
 
 def burst(run: Run, timer: Timer, plan: Plan) -> float | None:
@@ -176,6 +193,27 @@ def interleave(
             break
     timer.synchronize()
     return {name: values for name, values in samples.items() if name not in failed}, failed
+
+
+class Alone(NamedTuple):
+    """A call among many of its kind, back to back: seconds, and joules where the device tells."""
+
+    seconds: float
+    joules: float | None
+
+
+def alone(run: Run, seconds_each: float, timer: Timer, plan: Plan) -> Alone:
+    """Time runs back to back, ``seconds_each`` of a call being known."""
+    runs = max(1, math.ceil(plan.alone / (seconds_each * run.calls)))
+    for count in (-(-runs // 2), runs):  # the first to warm up
+        start, before = timer.now(), timer.joules()
+        for _ in range(count):
+            timer.launch(run)
+        timer.synchronize()
+        seconds, after = timer.now() - start, timer.joules()
+    calls = runs * run.calls
+    used = None if before is None or after is None else (after - before) / calls
+    return Alone(seconds / calls, used)
 
 
 def host_seconds(call: Callable[[], object], timer: Timer, calls: int = 200, batches: int = 5) -> float:
